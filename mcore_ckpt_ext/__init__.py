@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedCheckpointError,
         UsageError,
-    )  # fmt: skip
+    )
     from mcore_ckpt_ext.formats.canonical.options import Canonical
     from mcore_ckpt_ext.formats.checkpoint import Checkpoint, TensorHandle, open_checkpoint
     from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor

@@ -24,7 +24,8 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
 Result = TypeVar("Result")
 _SHOWN = 4
-_SIZE_BYTES, _SHORT_BYTES = 8, 56
+_SIZE_BYTES = 8
+_SHORT_BYTES = 56
 # Limit of the total size of a message over all ranks, and size of the device memory for messages.
 _LITTLE_BYTES = 1 << 20
 # `gather` broadcasts different long items one by one if there is at most one for every `_FEW` ranks.
@@ -58,7 +59,8 @@ def gather(item: Result, group: Any = None) -> list[Result]:
     """
     if not dist.is_initialized():
         return [item]
-    data, ranks = pickle.dumps(item), dist.get_world_size(group)
+    data = pickle.dumps(item)
+    ranks = dist.get_world_size(group)
     own = _mark(data)
     marks = [mark.tobytes() for mark in _all_gathered(own, ranks, group)]
     firsts: dict[bytes, int] = {}
@@ -107,7 +109,8 @@ def _room(device: torch.device) -> torch.Tensor:
 
 def _broadcast(data: bytes, first: int, group: Any) -> bytes:
     """Return the bytes of a group's rank `first` on all its ranks; `data` has one length on all ranks."""
-    device, source = control_device(group), _rank_in_job(group, first)
+    device = control_device(group)
+    source = _rank_in_job(group, first)
     if device.type == "cpu":
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(sent, source, group)
@@ -157,7 +160,8 @@ def _all_gathered(data: bytes, ranks: int, group: Any) -> NDArray[numpy.uint8]:
     found = torch.empty((ranks, len(data)), dtype=torch.uint8)
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if found.numel() <= _LITTLE_BYTES:
-        first, is_first = _rank_in_job(group, 0), dist.get_rank(group) == 0
+        first = _rank_in_job(group, 0)
+        is_first = dist.get_rank(group) == 0
         dist.gather(own, list(found.unbind()) if is_first else None, first, group)
         dist.broadcast(found, first, group)
     else:

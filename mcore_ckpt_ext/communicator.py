@@ -47,7 +47,8 @@ class Communicator(Protocol):
 class SingleProcess:
     """A program on its own."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def gather(self, item: Item) -> list[Item]:
         """Return a list of the item."""

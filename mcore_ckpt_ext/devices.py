@@ -146,7 +146,8 @@ def smallest_memory() -> int | None:
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
         sizes = []
         for index in range(count.value):
-            device, memory = ctypes.c_void_p(), _NvmlMemory()
+            device = ctypes.c_void_p()
+            memory = _NvmlMemory()
             if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) == 0:
                 nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
                 sizes.append(int(memory.total))

@@ -154,7 +154,8 @@ def shorten(text: str, most: int = _MOST_TEXT) -> str:
 
 _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}", frozenset: "{}", deque: "[]", dict: "{}"}
 _OPAQUE = (Namespace, SimpleNamespace, bytes, bytearray, slice)
-_MOST_ITEMS, _DEEPEST = 8, 3
+_MOST_ITEMS = 8
+_DEEPEST = 3
 
 
 def format_value(value: object, depth: int = 0) -> str:
@@ -276,7 +277,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 def format_bytes(size: int) -> str:
     """Format a size in bytes with three digits and a unit: `1.50 GiB`."""
-    value, unit = float(size), 0
+    value = float(size)
+    unit = 0
     while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
+        value = value / 1024
+        unit = unit + 1
     return f"{size} B" if unit == 0 else f"{value:.{max(0, 3 - len(str(int(value))))}f} {_UNITS[unit]}"

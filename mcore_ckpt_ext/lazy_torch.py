@@ -29,7 +29,8 @@ else:
             # loop.
             return getattr(sys.modules.get(self._name) or import_module(self._name), name)
 
-    torch, numpy = _LazyModule("torch"), _LazyModule("numpy")
+    torch = _LazyModule("torch")
+    numpy = _LazyModule("numpy")
 
 
 def is_tensor(value: object) -> TypeIs[torch.Tensor]:

@@ -98,7 +98,8 @@ def prepare(
     Raises:
         ResumeRefusedError: on every rank, if some rank cannot resume.
     """
-    resume, ranks = Resume(session, arguments, options), LiveRank(chunks, optimizer)
+    resume = Resume(session, arguments, options)
+    ranks = LiveRank(chunks, optimizer)
     perform(PREPARING, resume, ranks)
     return Prepared(resume, ranks)
 
@@ -119,7 +120,8 @@ class LiveRank:
 
     def __init__(self, chunks: Chunks, optimizer: Any) -> None:
         """Args: the unwrapped model chunks, the live optimizer."""
-        self._chunks, self._optimizer = chunks, optimizer
+        self._chunks = chunks
+        self._optimizer = optimizer
         self._started = time.monotonic()
         self._groups: list[list[dict[str, Any]]] = []
         self._masters: dict[LiveShard, torch.Tensor] = {}
@@ -154,7 +156,8 @@ class LiveRank:
         checkpoint = resume.checkpoint
         groups = [adapter.param_groups for adapter in self.job.adapters]
         planned = plan_rank(resume, self.job.shards, groups)
-        self.reading, self._groups = planned.reading, planned.groups
+        self.reading = planned.reading
+        self._groups = planned.groups
         if checkpoint.arguments.optimizer_cpu_offload:
             self.differing = differing_masters(checkpoint.optimizer, checkpoint.transfer, rank_and_size())
 

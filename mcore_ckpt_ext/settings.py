@@ -11,14 +11,18 @@ from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 # What training does when a save fails; also the values of `--ckpt-ext-on-save-failure`.
-STOP, CONTINUE = "stop", "continue"
+STOP = "stop"
+CONTINUE = "continue"
 WARN = "warn"
 # What a resume does if the data does not go on in the same order; also the values of `--ckpt-ext-data-order`.
 REQUIRED = "required"
 # Which loader reads tensors; also the values of `--ckpt-ext-load`.
-AUTO, STOCK, FAST = "auto", "stock", "fast"
+AUTO = "auto"
+STOCK = "stock"
+FAST = "fast"
 # Which layout a job has; also the values of `--ckpt-ext-layout`.
-OF_FLAGS, AUTO_BATCH = "flags", "auto-batch"
+OF_FLAGS = "flags"
+AUTO_BATCH = "auto-batch"
 
 
 class Setting(Generic[Value]):
@@ -77,7 +81,8 @@ class Setting(Generic[Value]):
             return self.default, False
 
 
-_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
+_ON = ("1", "true", "yes", "on")
 
 
 def parse_switch(text: str) -> bool:

@@ -212,7 +212,8 @@ class Transfer:
     ) -> torch.Tensor:
         """Read rows of a transposed or interleaved matrix; stored rows that hold the elements are read whole."""
         last = first + (count - 1) * stride + length
-        top, bottom = first // extent.columns, -(-last // extent.columns)
+        top = first // extent.columns
+        bottom = -(-last // extent.columns)
         height = extent.rows // extent.interleaved
         rows = [
             self._read_part(payload, part, max(top - part * height, 0), min(bottom - part * height, height), extent)
@@ -229,8 +230,10 @@ class Transfer:
     ) -> torch.Tensor:
         """Read rows `[top, bottom)` of one of the interleaved parts: `[rows, columns]`."""
         array = extent.array if isinstance(extent.array, ScaleCodec) else None
-        columns, step = extent.columns, extent.interleaved
-        begin, span = top * step + part, (bottom - top - 1) * step + 1
+        columns = extent.columns
+        step = extent.interleaved
+        begin = top * step + part
+        span = (bottom - top - 1) * step + 1
         if extent.transposed:
             found = self._read_rows(payload, extent.first + begin, span, columns, extent.rows, array)
             return found.view(columns, span)[:, ::step].t().contiguous()
@@ -244,7 +247,8 @@ def _threads() -> int:
     The number of ranks is torchrun's `LOCAL_WORLD_SIZE`. If this process is limited to so few cores that each rank may
     have as many of its own, it uses all of them; else the ranks share the cores.
     """
-    local_size, every = os.environ.get("LOCAL_WORLD_SIZE", ""), os.cpu_count() or 1
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    every = os.cpu_count() or 1
     ranks = max(1, int(local_size) if local_size.isdecimal() else 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     return max(1, min(DEFAULT_WORKERS, cores if cores * ranks <= every else cores // ranks))

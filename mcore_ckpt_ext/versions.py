@@ -18,7 +18,8 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-OLDEST, NEWEST = Version(0, 7), Version(0, 19)
+OLDEST = Version(0, 7)
+NEWEST = Version(0, 19)
 KNOWN: tuple[Version, ...] = tuple(Version(0, minor) for minor in range(OLDEST.minor, NEWEST.minor + 1))
 
 

@@ -144,7 +144,8 @@ class RecordWriter:
         Raises:
             DestinationError: reading or writing failed.
         """
-        crc, size = 0, ITEM_SIZE[record.dtype]
+        crc = 0
+        size = ITEM_SIZE[record.dtype]
         try:
             with closing(BlockFile(self._folder, record.file)) as file:
                 for block in record.blocks(self._block_bytes):
@@ -167,7 +168,8 @@ class RecordWriter:
             stopped it.
         """
         record = whole.record
-        crc, size = 0, ITEM_SIZE[record.dtype]
+        crc = 0
+        size = ITEM_SIZE[record.dtype]
         try:
             file = self._file(record.file)
             for block in record.blocks(self._block_bytes, begin, end):
@@ -195,7 +197,8 @@ class RecordWriter:
         """
         if not hasattr(self._memory, "bytes"):
             self._memory.bytes = torch.empty(max(self._block_bytes, 16) + 2 * ALIGNMENT, dtype=torch.uint8)
-        count, size = block.stop - block.start, ITEM_SIZE[record.dtype]
+        count = block.stop - block.start
+        size = ITEM_SIZE[record.dtype]
         position = record.offset + block.start * size
         # Memory that is not aligned to its elements cannot be viewed as a tensor of them.
         shift = (position - self._memory.bytes.data_ptr()) % ALIGNMENT if position % size == 0 else 0

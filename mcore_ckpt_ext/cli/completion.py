@@ -8,7 +8,8 @@ from mcore_ckpt_ext.errors import UsageError
 
 SHELLS = ("bash", "zsh", "tcsh")
 # Metavars of options whose values are folders, and files.
-_FOLDERS, _FILES = ("PATH", "SRC", "DST", "A", "B", "FOLDER"), ("FILE",)
+_FOLDERS = ("PATH", "SRC", "DST", "A", "B", "FOLDER")
+_FILES = ("FILE",)
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:

@@ -106,9 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", metavar="NAME", help="model family, if it is not recognized; or path.py:Name")
     parser.add_argument("--list-families", action=_ListFamilies, help="print the Hugging Face model families, and exit")
     parser.add_argument(
-        "--accept-key", action="append", default=[], metavar="NAME",
+        "--accept-key",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="accept a key of a Hugging Face config.json as without effect on what the model computes; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
@@ -122,9 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
     add_join(parser)
     parser.add_argument(
-        "--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE",
+        "--memory-limit",
+        type=parse_size,
+        default=DEFAULT_MEMORY,
+        metavar="SIZE",
         help="buffer memory of all threads together (default: 1GiB)",
-    )  # fmt: skip
+    )
     for targets in sorted({option.targets for option in _OPTIONS}, key=lambda names: (len(names), names)):
         group = parser.add_argument_group(f"only with {_spoken(targets)}")
         for option in _OPTIONS:

@@ -35,9 +35,11 @@ _STYLES: dict[State, str] = {"ok": GOOD, "note": REMARKABLE, "FAILED": BAD}
 _NO_MEGATRON = "Megatron is not installed here"
 # The distribution to install for a patch point's module.
 _DISTRIBUTIONS = {
-    "megatron.bridge": "megatron-bridge", "megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext",
+    "megatron.bridge": "megatron-bridge",
+    "megatron": "megatron-core",
+    "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "swift": "ms-swift",
-}  # fmt: skip
+}
 # For each distribution: the training loop, and prefixes of modules, each with at least one patch point.
 _LOOPS = {
     "megatron-core": ("loop: Megatron's own", ("megatron.training.checkpointing", "megatron.core.optimizer")),

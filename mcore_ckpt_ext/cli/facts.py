@@ -19,17 +19,21 @@ def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> Non
     for name in _NAMES:
         what = name.removesuffix("_size").replace("_", "-")
         group.add_argument(
-            options.option(name), dest=f"fact_{name}", type=parse_count, metavar="N",
+            options.option(name),
+            dest=f"fact_{name}",
+            type=parse_count,
+            metavar="N",
             help=f"{what} size of that job",
-        )  # fmt: skip
+        )
 
 
 def add_weights(parser: argparse.ArgumentParser, of: str = "an optimizer-only checkpoint or a PEFT folder") -> None:
     """Add the option for the folder of external weights; `of` describes the checkpoint that lacks them."""
     parser.add_argument(
-        "--weights", metavar="FOLDER",
+        "--weights",
+        metavar="FOLDER",
         help=f"folder with the model weights for {of}: a Hugging Face folder or a checkpoint",
-    )  # fmt: skip
+    )
 
 
 def facts_of(arguments: argparse.Namespace) -> Facts:

@@ -81,7 +81,10 @@ class Heartbeat:
         Attributes:
             names: names of all processes, for messages; the caller sets those of the other processes.
         """
-        self._store, self._rank, self._size, self._holder = store, rank, size, holder
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._holder = holder
         self._interval = HEARTBEAT_TIMEOUT.value / _LOOKS
         self.names = [f"process {number}" for number in range(size)]
         self.names[rank] += f" on {socket.gethostname()} (pid {os.getpid()})"
@@ -91,7 +94,9 @@ class Heartbeat:
         self._problem: str | None = None
         self._is_interrupted = False
         self._has_store = True
-        self._is_leaving, self._lock, self._left = False, threading.Lock(), threading.Event()
+        self._is_leaving = False
+        self._lock = threading.Lock()
+        self._left = threading.Event()
         self._main = threading.get_ident()
         self._handler_before = signal.getsignal(signal.SIGINT)
 

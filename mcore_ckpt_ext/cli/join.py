@@ -14,10 +14,11 @@ _JOINS_BY_ITSELF = "selftest"
 def add_join(parser: argparse._ActionsContainer) -> None:
     """Add `--join`."""
     parser.add_argument(
-        _JOIN, action="store_true",
+        _JOIN,
+        action="store_true",
         help="split the work across the processes of the current torch.distributed job or srun step (default under "
         "torchrun)",
-    )  # fmt: skip
+    )
 
 
 def reports_errors(words: Sequence[str], environment: Mapping[str, str]) -> bool:

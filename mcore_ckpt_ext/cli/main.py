@@ -59,7 +59,10 @@ class _Parser(argparse.ArgumentParser):
 
 _COMPLETION = "--print-completion"
 
-DONE, UNEQUAL, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+DONE = 0
+UNEQUAL = 1
+UNUSABLE = 2
+INTERRUPTED = 130
 """Exit codes: done or equal; verified unequal, incomplete or corrupt; wrong usage or unreadable input; Ctrl-C."""
 _CREATED_BEFORE_COLLECTION = 50_000
 
@@ -116,16 +119,20 @@ def _end(error: BaseException, command: str, *, as_json: bool) -> int:
     is_bug = False
     if isinstance(error, CheckpointError):
         hint = {"hint": f"mcore-ckpt {command} --help"} if command and isinstance(error, UsageError) else {}
-        sentence, details = error.message, {**error.details, **({} if "hint" in error.details else hint)}
+        sentence = error.message
+        details = {**error.details, **({} if "hint" in error.details else hint)}
     elif isinstance(error, OSError):
-        kind, sentence = StorageError.__name__, "a file or folder cannot be used"
+        kind = StorageError.__name__
+        sentence = "a file or folder cannot be used"
         details = {"found": shorten(error.strerror or str(error))}
         details |= {"where": shorten(os.fsdecode(error.filename))} if error.filename else {}
         details["hint"] = io_hint(error)
     elif isinstance(error, MemoryError):
-        sentence, details = "there is not enough memory", {"hint": "use fewer threads: --workers 1"}
+        sentence = "there is not enough memory"
+        details = {"hint": "use fewer threads: --workers 1"}
     elif isinstance(error, KeyboardInterrupt):
-        code, sentence = INTERRUPTED, "interrupted"
+        code = INTERRUPTED
+        sentence = "interrupted"
     else:
         sentence = "this is a bug in mcore_ckpt_ext, please report it with what stderr shows"
         is_bug = True

@@ -21,7 +21,11 @@ from mcore_ckpt_ext.storage.store_path import StorePath
 
 _GAP = "  "
 # Terminal styles: parameters of "select graphic rendition" (ECMA-48).
-GOOD, BAD, REMARKABLE, STRONG, SOFT = "32", "1;31", "33", "1", "2"
+GOOD = "32"
+BAD = "1;31"
+REMARKABLE = "33"
+STRONG = "1"
+SOFT = "2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ def message(text: str | Painted) -> None:
     _write(sys.stderr, ["mcore-ckpt: ", text])
 
 
-_MOST_OF_MESSAGE, _MOST_OF_DETAIL = 400, 240
+_MOST_OF_MESSAGE = 400
+_MOST_OF_DETAIL = 240
 """The number of characters above which a message is summarized, and to which its longest details are shortened."""
 _ITEM_ENDS = ("; ", ", ", " ")
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _BEGINNING = b"<!doctype html>"
 _PAGE = "the page"
-_DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"
+_DATA = "/*DATA*/"
+_STYLE = "/*STYLE*/"
+_SCRIPT = "/*SCRIPT*/"
 _TITLE = "<title>mcore-ckpt</title>"
 _NAMED_BY = 2  # parts of a path: the run's folder and the iteration's
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
 # The width of the whole table, and the number of columns on a narrower terminal.
-_WIDTH, _NARROW = 120, 6
+_WIDTH = 120
+_NARROW = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node", type=parse_count, default=8, metavar="N", help="GPUs of a machine; default: 8"
     )
     parser.add_argument(
-        "--gpu-memory", type=parse_size, metavar="SIZE",
+        "--gpu-memory",
+        type=parse_size,
+        metavar="SIZE",
         help="memory of a GPU, such as 80GiB; default: what the old layout needs, by the same estimate",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--megatron-version", metavar="V", help="Megatron release that will run; default: the installed one"
     )
@@ -54,9 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--read-rate", type=parse_size, metavar="SIZE", help="bytes per second that all GPUs together read from storage"
     )
     parser.add_argument(
-        "--argument", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
+        "--argument",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
         help="Megatron argument used in training, if it is missing from the checkpoint",
-    )  # fmt: skip
+    )
     parser.add_argument("--all", action="store_true", help="list every layout, not only the ten best")
     add_rehearsal(parser)
     parser.add_argument("--html", metavar="FILE", type=as_path, help="also write a self-contained page")
@@ -114,8 +121,11 @@ def _show(found: LayoutPlan) -> None:
 
 def _show_layouts(found: LayoutPlan) -> None:
     listed = len(found.layouts)
-    heading(f"layouts that Megatron accepts: {listed} of {found.accepted}, best first" if listed < found.accepted else
-            f"layouts that Megatron accepts: {listed}, best first")  # fmt: skip
+    heading(
+        f"layouts that Megatron accepts: {listed} of {found.accepted}, best first"
+        if listed < found.accepted
+        else f"layouts that Megatron accepts: {listed}, best first"
+    )
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table((_cells(one)[:shown_columns] for one in found.layouts), header=_HEADER[:shown_columns], right=(2, 4, 6))
@@ -206,10 +216,16 @@ def _show_what_excludes(found: LayoutPlan) -> None:
 
 def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
     return (
-        one.layout, _split(one), format_bytes(one.memory.total), _fit(one), f"{one.bubble:.0%}",
-        _batch(one), format_bytes(one.read_per_rank), _seconds(one),
+        one.layout,
+        _split(one),
+        format_bytes(one.memory.total),
+        _fit(one),
+        f"{one.bubble:.0%}",
+        _batch(one),
+        format_bytes(one.read_per_rank),
+        _seconds(one),
         "yes" if one.stock_resumes else "no",
-    )  # fmt: skip
+    )
 
 
 def _batch(one: PlannedLayout) -> str:

@@ -25,7 +25,9 @@ _HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext ... or srun, or leav
 _DIGITS = 10
 _NAMESPACE = "mcore-ckpt"
 # Polling of an exchange: the pause is a fraction of the time waited so far, between these bounds in seconds.
-_PART_OF_WAIT, _SHORTEST, _LONGEST = 0.05, 0.001, 0.1
+_PART_OF_WAIT = 0.05
+_SHORTEST = 0.001
+_LONGEST = 0.1
 
 
 @contextmanager
@@ -43,7 +45,8 @@ def the_team(*, join: bool = False) -> Iterator[Communicator]:
         return
     if STARTED_BY_TORCHRUN not in os.environ:
         os.environ.update(variables_of_srun(os.environ))
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    rank = _number("RANK")
+    size = _number("WORLD_SIZE")
     if size < 2:
         yield SingleProcess()
         return
@@ -91,9 +94,11 @@ def _meet(rank: int, size: int) -> Store:
         store, _, _ = next(rendezvous("env://", rank=rank, world_size=size))
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
-            "the processes that share the work could not connect", found=str(error).splitlines()[0], where=place,
+            "the processes that share the work could not connect",
+            found=str(error).splitlines()[0],
+            where=place,
             hint=_HOW_TO_START,
-        ) from error  # fmt: skip
+        ) from error
     # Stores are typed for strings but accept bytes: values are `std::string` (torch/csrc/distributed/c10d/init.cpp).
     return cast("Store", PrefixStore(_NAMESPACE, store))
 
@@ -111,8 +116,10 @@ class ConnectedProcesses:
     """A team that exchanges objects through the store of its rendezvous, without further connections."""
 
     def __init__(self, store: Store, rank: int, size: int, heartbeat: Heartbeat) -> None:
-        self._store, self._heartbeat = store, heartbeat
-        self.rank, self.size = rank, size
+        self._store = store
+        self._heartbeat = heartbeat
+        self.rank = rank
+        self.size = size
         self._exchanges = 0
 
     def agree(self, work: Callable[[], Result], phase: str = "", consequence: str = "") -> list[Result]:

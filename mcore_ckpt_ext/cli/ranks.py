@@ -10,7 +10,8 @@ from mcore_ckpt_ext.errors import UsageError
 
 STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Only torchrun sets it (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
-_FIRST_PORT, _PORTS = 20_000, 10_000
+_FIRST_PORT = 20_000
+_PORTS = 10_000
 _FIRST_NODE = re.compile(r"(?P<name>[^,\[]+)(\[(?P<number>\d+))?")
 
 

@@ -24,14 +24,21 @@ def add_rehearsal(parser: argparse.ArgumentParser) -> None:
     """Add the options of a rehearsal."""
     group = parser.add_argument_group("rehearsal: simulate the resume of all ranks, up to the first write")
     group.add_argument(
-        "--rehearse", nargs="+", action="extend", metavar="DIM=N",
+        "--rehearse",
+        nargs="+",
+        action="extend",
+        metavar="DIM=N",
         help="layout to rehearse, such as tp=8 pp=8 vpp=2 ep=4 etp=1 cp=2; omitted sizes are 1, etp is tp",
-    )  # fmt: skip
+    )
     group.add_argument("--full", action="store_true", help="compare all masters with their weights, not only samples")
     group.add_argument(
-        "--change", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
+        "--change",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
         help="argument other than the layout that will differ from the job that wrote the checkpoint",
-    )  # fmt: skip
+    )
     add_join(group)
 
 
@@ -99,8 +106,11 @@ def _show(found: Rehearsal) -> None:
     heading("checked")
     table(
         [
-            ("optimizer", f"{found.elements:,} elements of {found.parameters:,} parameters on {found.gpus:,} ranks, "
-                          f"each found once; placed by {' and '.join(found.order_sources)}"),
+            (
+                "optimizer",
+                f"{found.elements:,} elements of {found.parameters:,} parameters on {found.gpus:,} ranks, "
+                f"each found once; placed by {' and '.join(found.order_sources)}",
+            ),
             ("weights", f"{found.weights:,} elements, each found once"),
             ("masters", _proof(found)),
             (
@@ -110,7 +120,7 @@ def _show(found: Rehearsal) -> None:
             ),
             *((("data", found.data.sentence.removeprefix("data: ")),) if found.data else ()),
         ]
-    )  # fmt: skip
+    )
     heading("taken for granted")
     for condition in found.given:
         line(f"  {condition}")

@@ -56,9 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _test(this_machine(arguments.nproc), arguments, start_ranks)
     if arguments.nproc not in (None, place.on_node):
         raise UsageError(
-            "torchrun or srun has started the ranks", found=f"{place.on_node} on this node, {place.total} in all",
-            expected=f"--nproc {arguments.nproc} on this node", hint="leave --nproc out",
-        )  # fmt: skip
+            "torchrun or srun has started the ranks",
+            found=f"{place.on_node} on this node, {place.total} in all",
+            expected=f"--nproc {arguments.nproc} on this node",
+            hint="leave --nproc out",
+        )
     require_shared_folder(place, arguments.folder)
     machine = replace(this_machine(place.on_node), ranks=place.total)
     os.environ.update(variables_of_srun(os.environ))

@@ -49,7 +49,10 @@ class Team:
             patience: seconds without progress after which the ranks are ended.
             program: command line of a rank, before the order.
         """
-        self._place, self._processes, self._patience, self._program = place, processes, patience, program
+        self._place = place
+        self._processes = processes
+        self._patience = patience
+        self._program = program
         self._round = 0
 
     def lead(self, test: Callable[[Callable[[Order], Ended]], int]) -> int:
@@ -72,7 +75,8 @@ class Team:
             self._run_rank(Path(path), port, lambda: 0, _FOR_EVER)
 
     def _run_order(self, order: Order) -> Ended:
-        path, port = order.write().resolve(), free_port()
+        path = order.write().resolve()
+        port = free_port()
         self._exchange((str(path), port))
         return self._run_rank(path, port, lambda: len(read_results(order.results)), self._patience)
 
@@ -81,12 +85,17 @@ class Team:
         return self._processes.gather(wanted)[0]
 
     def _run_rank(self, order: Path, port: int, progress: Callable[[], object], patience: float) -> Ended:
-        place, failed = self._place, f"failed in round {self._round}"
+        place = self._place
+        failed = f"failed in round {self._round}"
         ranks = Ranks(place.rank, 1, place.total, place.local, place.on_node, os.environ["MASTER_ADDR"], port)
         ended = start(
-            ranks, order, progress=progress, patience=patience, program=self._program,
+            ranks,
+            order,
+            progress=progress,
+            patience=patience,
+            program=self._program,
             interruption=lambda: self._processes.announced(failed),
-        )  # fmt: skip
+        )
         if not ended.succeeded:
             self._processes.announce(failed, str(ended))
         self._processes.gather(None)  # all ranks of this round have ended

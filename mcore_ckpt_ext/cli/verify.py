@@ -110,7 +110,8 @@ def _measured(arguments: argparse.Namespace, team: Communicator) -> Verification
         text = prometheus.metrics(arguments.path, _UNREADABLE, time.monotonic() - begin, quick=arguments.quick)
         prometheus.write_metrics(arguments.prometheus, text)
         raise
-    seconds, disk = time.monotonic() - begin, prometheus.disk_of(as_path(found.path))
+    seconds = time.monotonic() - begin
+    disk = prometheus.disk_of(as_path(found.path))
     result = verification_result(found)
     text = prometheus.metrics(arguments.path, _exit_code(found), seconds, result, disk, quick=found.quick)
     prometheus.write_metrics(arguments.prometheus, text)

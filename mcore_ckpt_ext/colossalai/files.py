@@ -61,7 +61,9 @@ class Files:
     """
 
     def __init__(self, folder: Path, name: str, is_writer: bool) -> None:
-        self._folder, self._last, self.is_writer = folder, name, is_writer
+        self._folder = folder
+        self._last = name
+        self.is_writer = is_writer
         self._scratch = folder / f".{name}.partial"
         self._names: list[str] = []
 
@@ -258,7 +260,8 @@ def load(file: Path) -> Any:
 
 
 def _refuse_other_entries(found: set[str], expected: set[str], file: Path) -> None:
-    missing, more = sorted(expected - found), sorted(found - expected)
+    missing = sorted(expected - found)
+    more = sorted(found - expected)
     if missing or more:
         raise UnreadableCheckpointError(
             "a file has other entries than its index lists: it belongs to another save",

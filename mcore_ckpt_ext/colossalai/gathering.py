@@ -24,10 +24,16 @@ _NOTHING = torch.empty(0)
 
 
 def whole_values(
-    zero: Wrapped, places: Mapping[nn.Parameter, Place], held: Callable[[Any], torch.Tensor], dtype: torch.dtype,
-    *, device: torch.device, everywhere: bool, fate: GroupErrors,
+    zero: Wrapped,
+    places: Mapping[nn.Parameter, Place],
+    held: Callable[[Any], torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    everywhere: bool,
+    fate: GroupErrors,
     padding: dict[nn.Parameter, torch.Tensor] | None = None,
-) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:  # fmt: skip
+) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
     """Yield each parameter of `places` with its gathered value; all ranks must iterate, chunk by chunk.
 
     Args:
@@ -122,9 +128,12 @@ def _is_scattered(chunk: Any) -> bool:
 
 
 def _room(
-    chunk: Any, held: torch.Tensor | None, members: list[tuple[nn.Parameter, Place]], dtype: torch.dtype,
+    chunk: Any,
+    held: torch.Tensor | None,
+    members: list[tuple[nn.Parameter, Place]],
+    dtype: torch.dtype,
     device: torch.device,
-) -> _Room:  # fmt: skip
+) -> _Room:
     """Allocate memory for the whole values.
 
     Tensor-parallel slices go where the groups' backends can reach them.
@@ -161,9 +170,13 @@ def _staging(chunk: Any, held: torch.Tensor | None, dtype: torch.dtype) -> tuple
 
 
 def _gather(
-    chunk: Any, held: torch.Tensor, members: list[tuple[nn.Parameter, Place]], room: _Room | None,
-    staging: tuple[torch.Tensor, torch.Tensor] | None, everywhere: bool,
-) -> None:  # fmt: skip
+    chunk: Any,
+    held: torch.Tensor,
+    members: list[tuple[nn.Parameter, Place]],
+    room: _Room | None,
+    staging: tuple[torch.Tensor, torch.Tensor] | None,
+    everywhere: bool,
+) -> None:
     """Exchange a chunk in pieces, and copy each into its parameters while the next is sent."""
     step = _PIECE_BYTES // (held if staging is None else staging[0]).itemsize
     begun: tuple[Any, int, list[torch.Tensor]] | None = None
@@ -189,15 +202,18 @@ def _send(chunk: Any, piece: torch.Tensor, windows: list[torch.Tensor], everywhe
 
 
 def _take(
-    chunk: Any, begun: tuple[Any, int, list[torch.Tensor]], members: list[tuple[nn.Parameter, Place]],
+    chunk: Any,
+    begun: tuple[Any, int, list[torch.Tensor]],
+    members: list[tuple[nn.Parameter, Place]],
     room: _Room | None,
-) -> None:  # fmt: skip
+) -> None:
     """Wait for a piece, and copy it into the parameters to which it belongs."""
     work, start, windows = begun
     work.wait()
     for rank, window in enumerate(windows):
         first = rank * chunk.shard_size + start
         for (_, place), value in zip(members, room.values if room is not None else (), strict=True):
-            begin, end = max(place.begin, first), min(place.end, first + len(window))
+            begin = max(place.begin, first)
+            end = min(place.end, first + len(window))
             if begin < end:
                 value[begin - place.begin : end - place.begin].copy_(window[begin - first : end - first])

@@ -103,9 +103,10 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     if strict and unexpected:
         names_shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])
         raise StateDictMismatchError(
-            f"Unexpected key(s) in state_dict: {names_shown}", found=f"{len(unexpected)} of them",
+            f"Unexpected key(s) in state_dict: {names_shown}",
+            found=f"{len(unexpected)} of them",
             hint="strict=False loads the rest",
-        )  # fmt: skip
+        )
     masks = [(parameter, tensor_parallel.is_padding(parameter)) for parameter in module.parameters()]
     paddings = [(parameter, parameter.detach().clone(), mask) for parameter, mask in masks if mask is not None]
     # ColossalAI pads in place (0.5.0, tensor/padded_tensor/api.py: to_padded_tensor), so it gets views.

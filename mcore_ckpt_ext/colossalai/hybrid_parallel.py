@@ -58,9 +58,12 @@ class HybridParallelCheckpointIOMethods:
 
     @staticmethod
     def _model_sharder(
-        model: nn.Module, prefix: str = "", keep_vars: bool = False, size_per_shard: int = 1024,
+        model: nn.Module,
+        prefix: str = "",
+        keep_vars: bool = False,
+        size_per_shard: int = 1024,
         pinned_state_dicts: dict[str, torch.Tensor] | None = None,
-    ) -> Iterator[tuple[OrderedDict[str, Any], int]]:  # fmt: skip
+    ) -> Iterator[tuple[OrderedDict[str, Any], int]]:
         """Yield shards like ColossalAI, but with all names of tied parameters."""
         from colossalai.checkpoint_io.utils import StateDictSharder
 
@@ -76,9 +79,16 @@ class HybridParallelCheckpointIOMethods:
 
     @staticmethod
     def gather_from_sharded_optimizer_state(
-        state: State, param: torch.Tensor, original_shape: torch.Size, dp_group: Any, tp_group: Any, use_zero: bool,
-        inplace: bool, device: torch.device = _CPU, pinned_state_dicts: dict[str, Any] | None = None,
-    ) -> State:  # fmt: skip
+        state: State,
+        param: torch.Tensor,
+        original_shape: torch.Size,
+        dp_group: Any,
+        tp_group: Any,
+        use_zero: bool,
+        inplace: bool,
+        device: torch.device = _CPU,
+        pinned_state_dicts: dict[str, Any] | None = None,
+    ) -> State:
         """Gather a state like ColossalAI, but in the order of the parameter, with its padding rows."""
         whole = state if inplace else copy.copy(state)
         for name, value in list(whole.items()):
@@ -94,9 +104,13 @@ class HybridParallelCheckpointIOMethods:
         return whole
 
     def save_unsharded_model(
-        self, model: Any, checkpoint: str, gather_dtensor: bool = True, use_safetensors: bool = False,
+        self,
+        model: Any,
+        checkpoint: str,
+        gather_dtensor: bool = True,
+        use_safetensors: bool = False,
         use_async: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Save the model like ColossalAI, but atomically."""
         if use_async or _is_of_experts(self) or not isinstance(model.unwrap(), nn.Module):
             self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)

@@ -71,9 +71,14 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
     zero = wrapped(model)
     try:
         content = same_content(
-            zero, "load_state_dict", {"strict": strict}, state_dict, bool(state_dict), _UNTOUCHED,
+            zero,
+            "load_state_dict",
+            {"strict": strict},
+            state_dict,
+            bool(state_dict),
+            _UNTOUCHED,
             own=_of_each_rank(zero, state_dict),
-        )  # fmt: skip
+        )
         accepted: list[_Accepted] = []
         are_outlines = content.comes_from_first and not zero.is_first
 
@@ -87,9 +92,13 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
 
 
 def write_master(
-    zero: Wrapped, parameter: nn.Parameter, value: torch.Tensor, *, keeps_exact: bool = False,
+    zero: Wrapped,
+    parameter: nn.Parameter,
+    value: torch.Tensor,
+    *,
+    keeps_exact: bool = False,
     rows: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write this rank's part of a whole value into the master, and rounded into the working parameter.
 
     Args:
@@ -124,10 +133,12 @@ def _not_padding(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def _rounds_to(master: Place, local: torch.Tensor, where: torch.Tensor | None) -> bool:
     held, first, last = master.local()
-    rounded, given = held.to(local.dtype), local[first:last].to(held.device)
+    rounded = held.to(local.dtype)
+    given = local[first:last].to(held.device)
     if where is not None:
         kept = where[first:last].to(held.device)
-        rounded, given = rounded[kept], given[kept]
+        rounded = rounded[kept]
+        given = given[kept]
     return torch.equal(rounded, given)
 
 
@@ -169,9 +180,11 @@ def _accepted(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: 
     """Let PyTorch load the dict into stand-ins, and collect the values that they received."""
     if numbers := [key for key in state_dict if not isinstance(key, str)]:
         raise ModelMismatchError(
-            "this is not the state dict of a model", found=f"the key {numbers[0]!r}", expected="names of parameters",
+            "this is not the state dict of a model",
+            found=f"the key {numbers[0]!r}",
+            expected="names of parameters",
             hint="an optimizer's state dict has numbers: load it with the optimizer (booster.load_optimizer)",
-        )  # fmt: skip
+        )
     offered = _with_all_names(zero, state_dict)
     stand_ins = StandIns(zero, offered.values(), are_outlines)
     extra_states: list[tuple[Callable[[Any], None], Any]] = []

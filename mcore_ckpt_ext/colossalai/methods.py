@@ -104,7 +104,8 @@ class OptimizerMethods:
 
     def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
         """Return the whole state in model space, on rank 0 of each ZeRO group, or on all ranks."""
-        fate, padding = optimizer_state.fate_of(self), optimizer_state.Padding()
+        fate = optimizer_state.fate_of(self)
+        padding = optimizer_state.Padding()
         states = dict(optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate, padding))
         received = {key: states[key] for key in sorted(states) if states[key] is not None}
         groups = optimizer_state.with_padding(self.get_param_groups_for_saving(), padding)
@@ -158,7 +159,8 @@ class CheckpointIOMethods:
             with _ties_omitted(model):
                 self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
             return
-        state, zero = model.state_dict(ties="omit" if use_safetensors else None), wrapped(model)
+        state = model.state_dict(ties="omit" if use_safetensors else None)
+        zero = wrapped(model)
         write_one(Path(checkpoint), state, zero.ranks, _writes(zero))
 
     def save_sharded_model(
@@ -196,7 +198,8 @@ class CheckpointIOMethods:
         if use_async:
             self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
             return
-        state, zero = optimizer.state_dict(), wrapped(optimizer.module)
+        state = optimizer.state_dict()
+        zero = wrapped(optimizer.module)
         write_one(Path(checkpoint), state, zero.ranks, _writes(zero))
 
     def save_sharded_optimizer(
@@ -285,7 +288,8 @@ def _state_shards(
         cost = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
         if size and size + cost > max_shard_size * _MIB:
             yield from handed_over(shard, size, fate)
-            shard, size = OrderedDict(), 0
+            shard = OrderedDict()
+            size = 0
         memory = None if pinned is None else pinned.setdefault(key, {})
         shard[key] = fate.attempt(partial(in_pinned, state, memory))
         size += cost

@@ -92,9 +92,15 @@ def _collect_padded_masters(
     padded = {p: place for p, place in places.items() if p in ids and tensor_parallel.padding_shape(p) is not None}
     rows: dict[nn.Parameter, torch.Tensor] = {}
     for _ in whole_values(
-        zero, padded, lambda chunk: chunk.payload, torch.float32, device=_CPU, everywhere=not only_rank_0, fate=fate,
+        zero,
+        padded,
+        lambda chunk: chunk.payload,
+        torch.float32,
+        device=_CPU,
+        everywhere=not only_rank_0,
+        fate=fate,
         padding=rows,
-    ):  # fmt: skip
+    ):
         pass
     for parameter, values in rows.items():
         collected.setdefault(ids[parameter], {})[MASTER] = values.float()
@@ -213,9 +219,15 @@ def _scalar(name: str, value: Any, elements: int) -> Any:
 
 
 def _elements(
-    optimizer: Any, zero: Wrapped, ids: Mapping[nn.Parameter, int], described: Mapping[int, State], only_rank_0: bool,
-    with_masters: bool, fate: GroupErrors, collected: Padding,
-) -> Iterator[tuple[int, State | None]]:  # fmt: skip
+    optimizer: Any,
+    zero: Wrapped,
+    ids: Mapping[nn.Parameter, int],
+    described: Mapping[int, State],
+    only_rank_0: bool,
+    with_masters: bool,
+    fate: GroupErrors,
+    collected: Padding,
+) -> Iterator[tuple[int, State | None]]:
     """Yield the states per element, one chunk of each kind at a time."""
     places = {p: place for p, place in (zero.masters or zero.working).items() if p in ids}
     names = list(dict.fromkeys(name for state in described.values() for name, value in state.items() if value is None))
@@ -237,11 +249,17 @@ def _elements(
     rows: dict[str, dict[nn.Parameter, torch.Tensor]] = {name: {} for name in kinds}
     streams = [
         whole_values(
-            zero, places, partial(laid_out, name), torch.float32, device=_CPU, everywhere=not only_rank_0,
-            fate=fate, padding=rows[name],
+            zero,
+            places,
+            partial(laid_out, name),
+            torch.float32,
+            device=_CPU,
+            everywhere=not only_rank_0,
+            fate=fate,
+            padding=rows[name],
         )
         for name in kinds
-    ]  # fmt: skip
+    ]
     for values in zip(*streams, strict=True):
         key = ids[values[0][0]]
         if found := {name: of_kind[values[0][0]] for name, of_kind in rows.items() if values[0][0] in of_kind}:
@@ -261,7 +279,8 @@ def _fitting(
     Raises:
         ModelMismatchError: other parameters, or a state of another shape.
     """
-    groups, states = state_dict["param_groups"], state_dict["state"]
+    groups = state_dict["param_groups"]
+    states = state_dict["state"]
     saved = [key for group in groups for key in group["params"]]
     real = optimizer.id_to_real_params
     if sorted(saved) != sorted(real):
@@ -305,7 +324,8 @@ def _local_state(
     optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, Any], rows: Mapping[str, torch.Tensor | None]
 ) -> State:
     """Return this rank's part of one parameter's state."""
-    parameter, fake = optimizer.id_to_real_params[key], optimizer.id_to_fake_params[key]
+    parameter = optimizer.id_to_real_params[key]
+    fake = optimizer.id_to_fake_params[key]
     place: Place = (zero.masters or zero.working)[parameter]
     _, first, last = place.local()
     local: State = {}

@@ -29,7 +29,10 @@ def fitting(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tens
         here = "not at all" if expected is None else f"by {expected[parameter._padding_dim]} rows"
         logging.getLogger("mcore_ckpt_ext").warning(
             "%s: %d rows of padding of the vocabulary are dropped, since it is padded %s here; the next losses differ "
-            "by what they add to the loss", where, len(rows), here,
-        )  # fmt: skip
+            "by what they add to the loss",
+            where,
+            len(rows),
+            here,
+        )
         rows = None
     return rows if rows is not None or expected is None else torch.zeros(expected)

@@ -37,9 +37,14 @@ class Agreed(NamedTuple):
 
 
 def same_content(
-    zero: Wrapped, call: str, arguments: Mapping[str, object], content: Mapping[Any, Any], is_full: bool,
-    untouched: str, own: Container[str] = (),
-) -> Agreed:  # fmt: skip
+    zero: Wrapped,
+    call: str,
+    arguments: Mapping[str, object],
+    content: Mapping[Any, Any],
+    is_full: bool,
+    untouched: str,
+    own: Container[str] = (),
+) -> Agreed:
     """Make sure that all ranks pass equal content to the same call, or none, to receive that of rank 0.
 
     Args:

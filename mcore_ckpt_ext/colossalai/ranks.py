@@ -20,9 +20,12 @@ class Ranks(TorchRanks):
     """The ranks that hold one wrapper."""
 
     def same_call(
-        self, call: str, arguments: Mapping[str, object], inspect_here: Callable[[], Result],
+        self,
+        call: str,
+        arguments: Mapping[str, object],
+        inspect_here: Callable[[], Result],
         untouched: str = "nothing was gathered",
-    ) -> dict[int, Result]:  # fmt: skip
+    ) -> dict[int, Result]:
         """Make sure that every rank makes the same call with the same arguments, and that no rank refuses it.
 
         Args:
@@ -83,7 +86,9 @@ class GroupErrors:
     """
 
     def __init__(self, ranks: Ranks, phase: str, consequence: str) -> None:
-        self._ranks, self._phase, self._consequence = ranks, phase, consequence
+        self._ranks = ranks
+        self._phase = phase
+        self._consequence = consequence
         self.failure: BaseException | None = None
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:

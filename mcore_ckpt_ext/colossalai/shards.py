@@ -77,9 +77,16 @@ def shapes_of(zero: Wrapped) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def iter_zero_strict_state_dict(
-    model: Any, max_shard_bytes: int, *, prefix: str = "", dtype: Precision | None = None, only_rank_0: bool = True,
-    device: torch.device | str = "cpu", ties: Ties = "share", pinned: dict[str, Any] | None = None,
-) -> Generator[Shard]:  # fmt: skip
+    model: Any,
+    max_shard_bytes: int,
+    *,
+    prefix: str = "",
+    dtype: Precision | None = None,
+    only_rank_0: bool = True,
+    device: torch.device | str = "cpu",
+    ties: Ties = "share",
+    pinned: dict[str, Any] | None = None,
+) -> Generator[Shard]:
     """Yield the strict state dict in shards, in the order of the chunks.
 
     All ranks must iterate to the end. Every rank gets the same number of shards; ranks that receive no values get empty
@@ -102,7 +109,8 @@ def iter_zero_strict_state_dict(
     Raises:
         CheckpointError: on every rank; except for out of memory, before the first shard.
     """
-    device, dtype = torch.device(device), precision_of(model, dtype)
+    device = torch.device(device)
+    dtype = precision_of(model, dtype)
     arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": device.type, "ties": ties}
     # Enumerated twice, because the ranks must also agree that it is possible.
     zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_digest(model, prefix))
@@ -116,7 +124,8 @@ def iter_zero_strict_state_dict(
         cost *= len(names) if ties == "copy" else 1
         if size and size + cost > max_shard_bytes:
             yield from handed_over(fate.attempt(partial(in_pinned, shard, pinned)), size, fate)
-            shard, size = OrderedDict(), 0
+            shard = OrderedDict()
+            size = 0
         size += cost
         if value is not None:
             shard[names[0]] = value

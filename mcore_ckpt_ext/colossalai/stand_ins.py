@@ -120,7 +120,8 @@ class StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if is_offered and record.value is not None and not record.is_own:
             self.copied_twice.append((record.value, value))
         # The module may change a tensor of its own afterwards.
-        record.value, record.is_own = value if is_offered else value.clone(), not is_offered
+        record.value = value if is_offered else value.clone()
+        record.is_own = not is_offered
 
     def _usable(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return a stand-in's value in memory that may be changed; any other tensor as it is."""

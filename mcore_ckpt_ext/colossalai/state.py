@@ -232,7 +232,8 @@ def parameter_values(
         zero, places, lambda chunk: chunk.payload, given, device=device, everywhere=everywhere, fate=fate
     )
     for parameter in zero.outside:
-        room, local = None, parameter.detach()
+        room = None
+        local = parameter.detach()
         if tensor_parallel.is_sharded(parameter):
             room = fate.attempt(partial(tensor_parallel.room_for, parameter, parameter.dtype, parameter.device))
             local = fate.attempt(local.contiguous)  # type: ignore[assignment]  # no rank has failed

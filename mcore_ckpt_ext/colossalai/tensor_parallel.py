@@ -99,10 +99,13 @@ def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room |
     numbers = _cut(parameter, torch.arange(shape[dimension]).view(along)).reshape(-1).to(device)
     size = dist.get_world_size(found[0])
     return Room(
-        found[0], dimension, numbers, [torch.empty_like(numbers) for _ in range(size)],
+        found[0],
+        dimension,
+        numbers,
+        [torch.empty_like(numbers) for _ in range(size)],
         [torch.empty(parameter.shape, dtype=dtype, device=device) for _ in range(size)],
         torch.empty(shape, dtype=dtype, device=device),
-    )  # fmt: skip
+    )
 
 
 def whole(parameter: Any, local: torch.Tensor, room: Room | None) -> torch.Tensor:
@@ -143,7 +146,8 @@ def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.
     if padding_shape(parameter) is None:
         return None
     padded = local if room is None else room.padded
-    dimension, begin = parameter._padding_dim, parameter._origin_length
+    dimension = parameter._padding_dim
+    begin = parameter._origin_length
     return padded.narrow(dimension, begin, padded.shape[dimension] - begin).detach().to("cpu", copy=True)
 
 

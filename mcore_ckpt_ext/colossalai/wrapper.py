@@ -34,7 +34,8 @@ class Place(NamedTuple):
         chunk = self.chunk
         if chunk.is_gathered:
             return chunk.cuda_global_chunk[self.begin : self.end], 0, self.end - self.begin
-        first, last = max(self.begin, chunk.shard_begin), min(self.end, chunk.shard_end)
+        first = max(self.begin, chunk.shard_begin)
+        last = min(self.end, chunk.shard_end)
         if first >= last:
             return chunk.payload[:0], 0, 0
         held = chunk.payload[first - chunk.shard_begin : last - chunk.shard_begin]

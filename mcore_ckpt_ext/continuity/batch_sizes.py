@@ -74,7 +74,8 @@ def _number(text: str) -> int | None:
 
 def _steps_of_ramp(job: JobArguments) -> Iterator[BatchSize]:
     """Yield the steps of `--rampup-batch-size START INCREMENT SAMPLES`."""
-    ramp, largest = job.rampup_batch_size, job.global_batch_size
+    ramp = job.rampup_batch_size
+    largest = job.global_batch_size
     if not isinstance(ramp, Sequence) or len(ramp) != 3 or largest is None:
         return
     try:

@@ -54,7 +54,8 @@ class ReadingLayout:
             sample: the samples that were consumed when it began.
             valid_sample: the same for validation.
         """
-        data, micro = job.data_parallel_size, job.micro_batch_size
+        data = job.data_parallel_size
+        micro = job.micro_batch_size
         if data is None or micro is None:
             return None
         valid = job.raw.get("eval_micro_batch_size") or micro
@@ -77,7 +78,8 @@ class ReadingLayout:
     @property
     def for_validation(self) -> ReadingLayout:
         """The same for the samples of validation."""
-        valid, micro = self.valid_sample, self.valid_micro_batch
+        valid = self.valid_sample
+        micro = self.valid_micro_batch
         return ReadingLayout(valid, valid, self.data_parallel, micro, micro, self.is_sharded)
 
     def __str__(self) -> str:
@@ -99,8 +101,10 @@ def history_of(written: JobArguments, running: JobArguments) -> tuple[ReadingLay
     Returns:
         The layouts; empty if the arguments do not name them. A single one means that nothing has changed.
     """
-    sample, valid = written.consumed_train_samples or 0, written.consumed_valid_samples or 0
-    last, present = ReadingLayout.of(written), ReadingLayout.of(running, sample, valid)
+    sample = written.consumed_train_samples or 0
+    valid = written.consumed_valid_samples or 0
+    last = ReadingLayout.of(written)
+    present = ReadingLayout.of(running, sample, valid)
     if last is None or present is None:
         return ()
     past = _recorded(written) or [last]
@@ -170,7 +174,8 @@ class EpochInProgress:
         Args:
             permutation: the permutation that Megatron draws for the epoch.
         """
-        order, samples = self.order, self.samples
+        order = self.order
+        samples = self.samples
         if order.is_sharded:
             part = samples // order.step * order.micro_batch
             drawn = permutation(part, self.epoch)
@@ -197,7 +202,9 @@ def epoch_at(history: Sequence[ReadingLayout], samples: int, consumed: int) -> E
         samples: the samples of the data set, at least those that the last layout reads at once.
         consumed: the samples that were consumed.
     """
-    epoch, start, order = 0, 0, history[0]
+    epoch = 0
+    start = 0
+    order = history[0]
     for number, layout in enumerate(history):
         is_last = number + 1 == len(history)
         if layout.sample <= start:
@@ -208,7 +215,9 @@ def epoch_at(history: Sequence[ReadingLayout], samples: int, consumed: int) -> E
         end = start + read + max(samples - read, 0) // layout.step * layout.step
         if end <= until and whole:
             passed = (until - end) // whole
-            epoch, start, order = epoch + 1 + passed, end + passed * whole, layout
+            epoch = epoch + 1 + passed
+            start = end + passed * whole
+            order = layout
             end = start + whole
         if is_last:
             return EpochInProgress(epoch, start, end, order, samples)

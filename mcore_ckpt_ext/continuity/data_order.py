@@ -14,7 +14,9 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 SAME_ORDER: Final = "same order"
 CHANGES: Final = "changes"
 UNKNOWN: Final = "unknown"
-SINGLE, CYCLIC, EXTERNAL = "single", "cyclic", "external"
+SINGLE = "single"
+CYCLIC = "cyclic"
+EXTERNAL = "external"
 _SAMPLERS = "megatron/training/datasets/data_samplers.py, until 0.15 megatron/legacy/data/data_samplers.py"
 _GPT = "megatron/core/datasets/gpt_dataset.py, `GPTDataset._build_document_sample_shuffle_indices`"
 _BLEND = "megatron/core/datasets/blended_megatron_dataset_builder.py"
@@ -170,7 +172,9 @@ def description(job: JobArguments) -> dict[str, str]:
     """Return how a job reads its data, in words; empty if its arguments do not say it."""
     if not (job.is_complete and job.is_set("dataloader_type")):
         return {}
-    loader, layout, built_for = _loader(job), ReadingLayout.of(job), _samples_built_for(job)
+    loader = _loader(job)
+    layout = ReadingLayout.of(job)
+    built_for = _samples_built_for(job)
     is_sharded = layout is not None and layout.is_sharded
     sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
     words = {"loader": f"{loader}{sharding}"}
@@ -193,7 +197,8 @@ def _loader(job: JobArguments) -> str:
 
 def _consumed(written: JobArguments) -> int | None:
     """Return the consumed samples; Megatron multiplies for checkpoints that do not record them."""
-    consumed, iteration = written.consumed_train_samples, written.raw.get("iteration")
+    consumed = written.consumed_train_samples
+    iteration = written.raw.get("iteration")
     if not consumed and isinstance(iteration, int) and written.global_batch_size:
         return iteration * written.global_batch_size
     return consumed
@@ -282,7 +287,8 @@ def _samples_built_for(job: JobArguments) -> int | None:
 
 def _of_number(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield a change of the number of samples, and with it, maybe, of the passes over the documents."""
-    old, new = _samples_built_for(written), _samples_built_for(running)
+    old = _samples_built_for(written)
+    new = _samples_built_for(running)
     if old is not None and new is not None and old != new:
         yield OrderChange(
             f"the data set is built for {new:,} samples, before for {old:,}",

@@ -21,12 +21,17 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.versions import Version
 
 SAME_TRAINING: Final = "same training, but for rounding"
-BY_DESIGN, DEFECT, BY_CHANCE = "by design", "defect", "by chance"
+BY_DESIGN = "by design"
+DEFECT = "defect"
+BY_CHANCE = "by chance"
 MICRO_BATCH = "micro batch size"
 MICRO_BATCHES = "number of micro batches"
 GLOBAL_BATCH = "global batch size"
 RANK_TOKENS = "tokens of a rank"
-TENSOR, CONTEXT, DATA, PIPELINE = "tensor parallel size", "context parallel size", "data parallel size", "pipeline size"
+TENSOR = "tensor parallel size"
+CONTEXT = "context parallel size"
+DATA = "data parallel size"
+PIPELINE = "pipeline size"
 VOCABULARY = "rows of the vocabulary"
 _ROUTER = "megatron/core/transformer/moe/router.py"
 _BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -64,7 +69,8 @@ def _number(job: JobArguments, name: str, default: float = 0) -> float:
 
 def _balances(job: JobArguments, kinds: tuple[str, ...]) -> bool:
     """Return True if a job balances its experts by a loss of one of these kinds."""
-    chosen, weight = job.raw.get("moe_router_load_balancing_type") or "aux_loss", job.raw.get("moe_aux_loss_coeff")
+    chosen = job.raw.get("moe_router_load_balancing_type") or "aux_loss"
+    weight = job.raw.get("moe_aux_loss_coeff")
     names = [chosen] if isinstance(chosen, str) else list(chosen)
     weights = weight if isinstance(weight, (list, tuple)) else [weight] * len(names)
     has_weight = [name for name, own in zip(names, weights, strict=False) if own]
@@ -102,87 +108,129 @@ def _has_delta_nets(job: JobArguments) -> bool:
 
 DEPENDENCIES = (
     Dependency(
-        "another --global-batch-size", (GLOBAL_BATCH,), "an iteration averages another number of samples", BY_DESIGN,
-        "megatron/core/num_microbatches_calculator.py", lambda job: True,
+        "another --global-batch-size",
+        (GLOBAL_BATCH,),
+        "an iteration averages another number of samples",
+        BY_DESIGN,
+        "megatron/core/num_microbatches_calculator.py",
+        lambda job: True,
     ),
     Dependency(
-        "--eod-mask-loss, --sft or own data without --calculate-per-token-loss", (MICRO_BATCH,),
+        "--eod-mask-loss, --sft or own data without --calculate-per-token-loss",
+        (MICRO_BATCH,),
         "the loss is averaged over the tokens of each micro batch, then over the micro batches, so that samples with "
-        "few tokens weigh more or less", BY_DESIGN,
-        "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`", _has_masks,
+        "few tokens weigh more or less",
+        BY_DESIGN,
+        "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
+        _has_masks,
     ),
     Dependency(
-        "--eod-mask-loss, --sft or own data without --calculate-per-token-loss", (CONTEXT,),
-        "each context-parallel rank averages over its own tokens", DEFECT,
+        "--eod-mask-loss, --sft or own data without --calculate-per-token-loss",
+        (CONTEXT,),
+        "each context-parallel rank averages over its own tokens",
+        DEFECT,
         "pretrain_gpt.py, `loss_func`, and megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        _has_masks, releases=AVERAGES_BY_CONTEXT_RANK.is_of,
+        _has_masks,
+        releases=AVERAGES_BY_CONTEXT_RANK.is_of,
     ),
     Dependency(
-        "--moe-router-load-balancing-type aux_loss", (MICRO_BATCH,),
-        "experts are balanced over the tokens of a micro batch", BY_DESIGN, f"{_ROUTER}, `_apply_aux_loss`",
-        lambda job: _balances(job, ("aux_loss",)), "2.4e-3 of the gradient norm (coefficient 1)",
+        "--moe-router-load-balancing-type aux_loss",
+        (MICRO_BATCH,),
+        "experts are balanced over the tokens of a micro batch",
+        BY_DESIGN,
+        f"{_ROUTER}, `_apply_aux_loss`",
+        lambda job: _balances(job, ("aux_loss",)),
+        "2.4e-3 of the gradient norm (coefficient 1)",
     ),
     Dependency(
-        "--moe-router-load-balancing-type global_aux_loss", (MICRO_BATCHES,),
-        "each micro batch is balanced by the average of those before it, so that only the last one sees all", DEFECT,
-        f"{_ROUTER}, `_apply_global_aux_loss`", lambda job: _balances(job, ("global_aux_loss",)),
+        "--moe-router-load-balancing-type global_aux_loss",
+        (MICRO_BATCHES,),
+        "each micro batch is balanced by the average of those before it, so that only the last one sees all",
+        DEFECT,
+        f"{_ROUTER}, `_apply_global_aux_loss`",
+        lambda job: _balances(job, ("global_aux_loss",)),
         "1.5e-2 of the gradient norm (coefficient 1)",
     ),
     Dependency(
-        "a balancing loss with --calculate-per-token-loss", (TENSOR, CONTEXT),
+        "a balancing loss with --calculate-per-token-loss",
+        (TENSOR, CONTEXT),
         "its gradient is divided by the tokens of all tensor and context parallel ranks, but multiplied by one's",
-        DEFECT, f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
+        DEFECT,
+        f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
         lambda job: bool(job.raw.get("calculate_per_token_loss")) and _balances(job, _BALANCES),
         releases=SCALES_BALANCE_BY_RANK.is_of,
     ),
     Dependency(
-        "--moe-expert-capacity-factor", (RANK_TOKENS,),
-        "each rank drops tokens beyond the capacity of its own tokens", BY_DESIGN,
+        "--moe-expert-capacity-factor",
+        (RANK_TOKENS,),
+        "each rank drops tokens beyond the capacity of its own tokens",
+        BY_DESIGN,
         "megatron/core/transformer/moe/moe_utils.py, `get_capacity`",
         lambda job: bool(job.num_experts) and job.raw.get("moe_expert_capacity_factor") is not None,
         "3e-4 of the loss (factor 0.5)",
     ),
     Dependency(
-        "--moe-router-load-balancing-type sinkhorn", (RANK_TOKENS,), "each rank balances its own tokens", BY_DESIGN,
-        f"{_ROUTER}, `sinkhorn_load_balancing`", lambda job: _routes_by(job, "sinkhorn"),
+        "--moe-router-load-balancing-type sinkhorn",
+        (RANK_TOKENS,),
+        "each rank balances its own tokens",
+        BY_DESIGN,
+        f"{_ROUTER}, `sinkhorn_load_balancing`",
+        lambda job: _routes_by(job, "sinkhorn"),
     ),
     Dependency(
-        "--muon-tp-mode blockwise", (TENSOR,), "each shard of a matrix is orthogonalized by itself", BY_DESIGN,
+        "--muon-tp-mode blockwise",
+        (TENSOR,),
+        "each shard of a matrix is orthogonalized by itself",
+        BY_DESIGN,
         "megatron/core/optimizer/emerging_optimizers.py, `TensorParallelMuon`",
-        lambda job: _is_muon(job, "blockwise"), "3.9e-3 of the gradient norm",
+        lambda job: _is_muon(job, "blockwise"),
+        "3.9e-3 of the gradient norm",
     ),
     Dependency(
-        "--softmax-type learnable", (TENSOR,),
+        "--softmax-type learnable",
+        (TENSOR,),
         "the gradients of attention sinks on all but the first tensor-parallel rank are left out of the norm by which "
-        "gradients are clipped", DEFECT,
+        "gradients are clipped",
+        DEFECT,
         "megatron/core/transformer/dot_product_attention.py and megatron/core/tensor_parallel/layers.py, "
         "`param_is_not_tensor_parallel_duplicate`",
         lambda job: job.raw.get("softmax_type") == "learnable" and _number(job, "clip_grad", 1.0) > 0,
         "below 1e-7 at the start of training",
     ),
     Dependency(
-        "gated delta nets without --sequence-parallel", (TENSOR,),
-        "the gradient of the output norm is that of the heads of one rank, and its copies drift apart", DEFECT,
+        "gated delta nets without --sequence-parallel",
+        (TENSOR,),
+        "the gradient of the output norm is that of the heads of one rank, and its copies drift apart",
+        DEFECT,
         "megatron/core/ssm/gated_delta_net, `out_norm`, and megatron/core/distributed/finalize_model_grads.py, "
-        "`_allreduce_non_tensor_model_parallel_grads`", _has_delta_nets,
+        "`_allreduce_non_tensor_model_parallel_grads`",
+        _has_delta_nets,
     ),
     Dependency(
-        "fp8 with --fp8-recipe delayed", (MICRO_BATCH, MICRO_BATCHES, TENSOR, CONTEXT, DATA),
-        "scales follow the largest values of other groups and of as many micro batches as a history holds", BY_DESIGN,
+        "fp8 with --fp8-recipe delayed",
+        (MICRO_BATCH, MICRO_BATCHES, TENSOR, CONTEXT, DATA),
+        "scales follow the largest values of other groups and of as many micro batches as a history holds",
+        BY_DESIGN,
         "megatron/core/parallel_state.py, `get_amax_reduction_group`, and megatron/core/fp8_utils.py",
         _has_delayed_scaling,
     ),
     Dependency(
-        "dropout", (MICRO_BATCH, DATA, TENSOR, CONTEXT, PIPELINE),
-        "other elements are dropped out, as often as before", BY_CHANCE,
-        "megatron/core/tensor_parallel/random.py, `model_parallel_cuda_manual_seed`", _drops_out,
+        "dropout",
+        (MICRO_BATCH, DATA, TENSOR, CONTEXT, PIPELINE),
+        "other elements are dropped out, as often as before",
+        BY_CHANCE,
+        "megatron/core/tensor_parallel/random.py, `model_parallel_cuda_manual_seed`",
+        _drops_out,
     ),
     Dependency(
-        "another padding of the vocabulary", (VOCABULARY,), "untrained rows take part in the softmax", BY_DESIGN,
+        "another padding of the vocabulary",
+        (VOCABULARY,),
+        "untrained rows take part in the softmax",
+        BY_DESIGN,
         "megatron/core/tensor_parallel/cross_entropy.py, `VocabParallelCrossEntropy`",
         lambda job: True,
     ),
-)  # fmt: skip
+)
 """All that depends on the layout. Label smoothing, over the rows of one rank, has no argument in Megatron's scripts."""
 
 
@@ -258,9 +306,12 @@ def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
     """Return the sizes of a job on which its computation may depend; None for unknown ones."""
     layout = ParallelLayout.from_arguments(job)
     return sizes_of(
-        layout, job.micro_batch_size, job.global_batch_size, job.padded_vocab_size,
+        layout,
+        job.micro_batch_size,
+        job.global_batch_size,
+        job.padded_vocab_size,
         divides_sequence=bool(job.raw.get("sequence_parallel")),
-    )  # fmt: skip
+    )
 
 
 def sizes_of(
@@ -276,7 +327,9 @@ def sizes_of(
         divides_sequence: whether tensor-parallel ranks divide the sequence.
     """
     sizes = layout.known_sizes()
-    data, tensor, context = sizes["data"], sizes["tensor"], sizes["context"]
+    data = sizes["data"]
+    tensor = sizes["tensor"]
+    context = sizes["context"]
     shards = None if tensor is None or context is None else context * (tensor if divides_sequence else 1)
     return {
         MICRO_BATCH: micro,

@@ -77,7 +77,8 @@ def _is_named(names: str | list[str], module: str) -> bool:
 
 
 def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
-    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or []
+    layers = config.get("layers_to_transform")
+    patterns = config.get("layers_pattern") or []
     if layers is None or layers == []:
         return True
     own = [patterns] if isinstance(patterns, str) else patterns

@@ -81,9 +81,10 @@ class Adapters:
         ranks = {one.rank for one in self.linears}
         if len(ranks) != 1:
             raise UnsupportedCheckpointError(
-                "the adapters have different ranks", found=join_some(sorted(map(str, ranks))),
+                "the adapters have different ranks",
+                found=join_some(sorted(map(str, ranks))),
                 hint="merge them into their model, where each keeps its rank: --merge FOLDER --to hf",
-            )  # fmt: skip
+            )
         return ranks.pop()
 
     @property
@@ -174,10 +175,11 @@ def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
 
 def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "these adapters have no known form in PEFT", found=join_some(list(names), 4),
+        "these adapters have no known form in PEFT",
+        found=join_some(list(names), 4),
         expected="those of linears of attention and dense MLPs, of Megatron-Bridge's LoRA, DoRA or CanonicalLoRA",
         hint="use --to canonical, which keeps them unchanged",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -210,15 +212,19 @@ class _Linear:
             spans = list(self._of_each_rank(rows))
         elif self.name.endswith("linear_fc1") and self.parts == 1 and self._ranks() > 1:
             raise UnsupportedCheckpointError(
-                "releases of Megatron-Bridge store the rows of this adapter in different orders", where=self.name,
-                found=f"a linear without a gate, under TP{self._ranks()}", expected="TP1",
+                "releases of Megatron-Bridge store the rows of this adapter in different orders",
+                where=self.name,
+                found=f"a linear without a gate, under TP{self._ranks()}",
+                expected="TP1",
                 hint="save it once with --tensor-model-parallel-size 1",
-            )  # fmt: skip
+            )
         if sum(count for _, count in spans) != base.shape[0] or self.shapes[before + IN] != (rank, base.shape[1]):
             raise UnsupportedCheckpointError(
-                "an adapter does not have the shape of its linear", found=str((rows, rank)),
-                expected=f"that of {base.name}, {base.shape}", where=self.name,
-            )  # fmt: skip
+                "an adapter does not have the shape of its linear",
+                found=str((rows, rank)),
+                expected=f"that of {base.name}, {base.shape}",
+                where=self.name,
+            )
         into = HuggingFaceTensor(f"{module}.lora_A.weight", (rank, base.shape[1]), (_whole(before + IN, self.shapes),))
         regions = tuple(Region(before + OUT, (start, 0), (count, rank)) for start, count in spans)
         out = HuggingFaceTensor(f"{module}.lora_B.weight", (base.shape[0], rank), regions)
@@ -257,8 +263,9 @@ class _Linear:
         if self.tensor_ranks is None:
             raise UnsupportedCheckpointError(
                 "the order of an adapter's rows depends on the tensor parallel size that it was saved under",
-                where=self.name, hint="pass it: --source-tensor-model-parallel-size N",
-            )  # fmt: skip
+                where=self.name,
+                hint="pass it: --source-tensor-model-parallel-size N",
+            )
         return self.tensor_ranks
 
 

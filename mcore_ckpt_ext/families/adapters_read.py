@@ -48,8 +48,10 @@ def adapters_read(
         if len(parts) != len(several[name]):
             raise UnsupportedCheckpointError(
                 "Megatron-Bridge has no adapters for the parts of this linear",
-                found=join_some([one.name for one in ours]), expected="one lora_A for all of them", where=name,
-            )  # fmt: skip
+                found=join_some([one.name for one in ours]),
+                expected="one lora_A for all of them",
+                where=name,
+            )
         for part, one in zip(parts, several[name], strict=True):
             found |= _tensors(f"{name}{MARK}{part}.", [one], shapes) if one in ours else {}
     adapters = adapters_of(base, found, 1)
@@ -58,12 +60,14 @@ def adapters_read(
         raise UnsupportedCheckpointError(
             "the folder's tensors do not match adapters of this model's linear layers",
             found="; ".join(
-                [*(f"unknown: {name}" for name in sorted(shapes.keys() - known)[:4]),
-                 *(f"missing: {name}" for name in sorted(known - shapes.keys())[:4])]
+                [
+                    *(f"unknown: {name}" for name in sorted(shapes.keys() - known)[:4]),
+                    *(f"missing: {name}" for name in sorted(known - shapes.keys())[:4]),
+                ]
             ),
             expected="lora_A and lora_B of linears of attention, dense MLPs and shared experts",
             hint="pass the model that they were trained for: --weights FOLDER, or --merge FOLDER",
-        )  # fmt: skip
+        )
     return adapters, found
 
 
@@ -112,14 +116,19 @@ def bridge_peft(
     chosen = shortest(set(parts), linears_of(base))
     targets = [target for name in chosen for target in (targets_of(name) if divided else (name,))]
     return {
-        "_target_": f"megatron.bridge.peft.{kind}", "_call_": True, "target_modules": sorted(targets), "dim": rank,
-        "alpha": alpha, "dropout": dropout,
-    }  # fmt: skip
+        "_target_": f"megatron.bridge.peft.{kind}",
+        "_call_": True,
+        "target_modules": sorted(targets),
+        "dim": rank,
+        "alpha": alpha,
+        "dropout": dropout,
+    }
 
 
 def _not_bridge_s(found: str, names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "Megatron-Bridge has no such adapters", found=f"{found}: {join_some(names, 2)}",
+        "Megatron-Bridge has no such adapters",
+        found=f"{found}: {join_some(names, 2)}",
         expected="LoRA, DoRA or CanonicalLoRA of whole linears",
         hint="merge them into their model: --merge FOLDER --to hf",
-    )  # fmt: skip
+    )

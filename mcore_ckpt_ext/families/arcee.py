@@ -16,12 +16,24 @@ class Arcee(Family):
     model_type = "arcee"
     architecture = "ArceeForCausalLM"
     rules = (
-        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
-        *parts.MLP_WITHOUT_GATE, *parts.BIASES_WITHOUT_GATE, parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
-    )  # fmt: skip
+        parts.EMBEDDING,
+        *parts.attention(),
+        parts.ATTENTION_OUTPUT,
+        *parts.MLP_WITHOUT_GATE,
+        *parts.BIASES_WITHOUT_GATE,
+        parts.ATTENTION_NORM,
+        parts.MLP_NORM[0],
+        *parts.OUTPUT,
+    )
     settings = (
-        *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, RMS_NORM,
+        *SIZES,
+        query_groups(),
+        head_size(always=True),
+        rope(),
+        tied(by_default=False),
+        *TRAINING,
+        RMS_NORM,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
         Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}),
         all_biases_or_none("attention_bias", "mlp_bias"),
-    )  # fmt: skip
+    )

@@ -133,9 +133,11 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
         width = config.get("sliding_window", size)
         if any(sees) and not width:
             raise UnsupportedCheckpointError(
-                "config.json has layers with sliding-window attention, but no window", found=f"sliding_window: {width}",
-                expected="a whole number above 0, or no sliding_attention among layer_types", where="config.json",
-            )  # fmt: skip
+                "config.json has layers with sliding-window attention, but no window",
+                found=f"sliding_window: {width}",
+                expected="a whole number above 0, or no sliding_attention among layer_types",
+                where="config.json",
+            )
         frequency = None if all(sees) or not any(sees) else interval if sees == usual else [int(one) for one in sees]
         return {**window(width if any(sees) else None), "window_attn_skip_freq": frequency}
 

@@ -12,27 +12,44 @@ from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Setting, Size
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "model.layers.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
 RULES = (
     Rule("model.word_embeddings.weight", "embedding.word_embeddings.weight"),
     Rule(f"{_THEIRS}.attention.query_key_value.weight", f"{_OURS}.self_attention.linear_qkv.weight", _QKV),
-    Rule(f"{_THEIRS}.attention.query_key_value.bias", f"{_OURS}.self_attention.linear_qkv.bias", _QKV,
-         set_in("add_qkv_bias")),
+    Rule(
+        f"{_THEIRS}.attention.query_key_value.bias",
+        f"{_OURS}.self_attention.linear_qkv.bias",
+        _QKV,
+        set_in("add_qkv_bias"),
+    ),
     Rule(f"{_THEIRS}.attention.query_layernorm.weight", f"{_OURS}.self_attention.q_layernorm.weight"),
     Rule(f"{_THEIRS}.attention.key_layernorm.weight", f"{_OURS}.self_attention.k_layernorm.weight"),
     Rule(f"{_THEIRS}.attention.dense.weight", f"{_OURS}.self_attention.linear_proj.weight"),
-    *parts.MLP, *parts.experts(),
+    *parts.MLP,
+    *parts.experts(),
     Rule(f"{_THEIRS}.mlp.gate.expert_bias", f"{_OURS}.mlp.router.expert_bias", where=with_experts, keeps_dtype=True),
-    *parts.shared_experts("shared_experts"), parts.ATTENTION_NORM, *parts.MLP_NORM, *parts.OUTPUT,
-)  # fmt: skip
+    *parts.shared_experts("shared_experts"),
+    parts.ATTENTION_NORM,
+    *parts.MLP_NORM,
+    *parts.OUTPUT,
+)
 
 
 # What the code of Ling and of Sarvam does not read, or only to compute a loss.
 WITHOUT_EFFECT = (
-    "embedding_dropout", "output_dropout", "rotary_dim", "router_dtype", "use_rmsnorm", "max_window_layers",
-    "sliding_window", "use_sliding_window", "moe_shared_expert_intermediate_size", "scoring_func",
-)  # fmt: skip
+    "embedding_dropout",
+    "output_dropout",
+    "rotary_dim",
+    "router_dtype",
+    "use_rmsnorm",
+    "max_window_layers",
+    "sliding_window",
+    "use_sliding_window",
+    "moe_shared_expert_intermediate_size",
+    "scoring_func",
+)
 
 
 def settings_of_ling(
@@ -52,15 +69,20 @@ def settings_of_ling(
     count, chosen, width = experts
     return (
         *llama_like(head_dim=True, head_dim_default=head, groups=4, positions=positions),
-        Size("num_experts", "num_experts", count, counted=True), shared_expert_size("num_shared_experts", 1),
+        Size("num_experts", "num_experts", count, counted=True),
+        shared_expert_size("num_shared_experts", 1),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
-        Size("moe_intermediate_size", "moe_ffn_hidden_size", width), dense_first(1), grouped_choice(*groups),
-        normalized_sigmoids(chosen), scaled_gates(scaling),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
+        dense_first(1),
+        grouped_choice(*groups),
+        normalized_sigmoids(chosen),
+        scaled_gates(scaling),
         Constant("score_function", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
-        Constant("use_qk_norm", True, {"qk_layernorm": True}), Mapped("use_qkv_bias", "add_qkv_bias", False),
+        Constant("use_qk_norm", True, {"qk_layernorm": True}),
+        Mapped("use_qkv_bias", "add_qkv_bias", False),
         Constant("use_bias", False, {"add_bias_linear": False}),
-    )  # fmt: skip
+    )
 
 
 class BailingMoeV2(WithMtp):

@@ -24,7 +24,8 @@ _LAYERS_OF_VARIANTS = (
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
 
-_SQUARED_RELU, _EXACT_GELU = "megatron.core.activations.squared_relu", "torch.nn.functional.gelu"
+_SQUARED_RELU = "megatron.core.activations.squared_relu"
+_EXACT_GELU = "torch.nn.functional.gelu"
 
 
 def run_config(

@@ -11,10 +11,13 @@ from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "transformer.encoder.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "transformer.encoder.layers.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
-_GROUPED, _GROUPS = "multi_query_attention", "multi_query_group_num"
-_ROWS, _TOKENS = "padded_vocab_size", "vocab_size"
+_GROUPED = "multi_query_attention"
+_GROUPS = "multi_query_group_num"
+_ROWS = "padded_vocab_size"
+_TOKENS = "vocab_size"
 _RESIDUAL_AFTER_NORM = "apply_residual_connection_post_layernorm"
 
 
@@ -58,32 +61,59 @@ class ChatGLM(Family):
         Rule("transformer.embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
         Rule(f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"),
         Rule(f"{_THEIRS}.self_attention.query_key_value.weight", f"{_OURS}.self_attention.linear_qkv.weight", _QKV),
-        Rule(f"{_THEIRS}.self_attention.query_key_value.bias", f"{_OURS}.self_attention.linear_qkv.bias", _QKV,
-             set_in("add_qkv_bias")),
+        Rule(
+            f"{_THEIRS}.self_attention.query_key_value.bias",
+            f"{_OURS}.self_attention.linear_qkv.bias",
+            _QKV,
+            set_in("add_qkv_bias"),
+        ),
         Rule(f"{_THEIRS}.self_attention.dense.weight", f"{_OURS}.self_attention.linear_proj.weight"),
         Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
         Rule(f"{_THEIRS}.mlp.dense_h_to_4h.weight", f"{_OURS}.mlp.linear_fc1.weight"),
         Rule(f"{_THEIRS}.mlp.dense_4h_to_h.weight", f"{_OURS}.mlp.linear_fc2.weight"),
         Rule("transformer.encoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
         Rule("transformer.output_layer.weight", "output_layer.weight"),
-    )  # fmt: skip
+    )
     # Keys about precision, kernels and prompt tuning (whose weights are not in the folder).
     without_effect = (
-        "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion", "fp32_residual_connection",
-        "quantization_bit", "pre_seq_len", "prefix_projection",
-    )  # fmt: skip
+        "apply_query_key_layer_scaling",
+        "attention_softmax_in_fp32",
+        "bias_dropout_fusion",
+        "fp32_residual_connection",
+        "quantization_bit",
+        "pre_seq_len",
+        "prefix_projection",
+    )
     settings = (
-        Size("num_layers", "num_layers", 28, counted=True), Size("hidden_size", "hidden_size", 4096),
-        Size("num_attention_heads", "num_attention_heads", 32, counted=True), Size("kv_channels", "kv_channels", 128),
-        Size("ffn_hidden_size", "ffn_hidden_size", 13696), Size("seq_length", "max_position_embeddings", 2048),
-        _vocabulary(), _groups(), Mapped("layernorm_epsilon", "layernorm_epsilon", 1e-5), RMS_NORM,
-        Mapped("hidden_dropout", "hidden_dropout", 0.0), Mapped("attention_dropout", "attention_dropout", 0.0),
-        Mapped("add_qkv_bias", "add_qkv_bias", False), Constant("add_bias_linear", False, {"add_bias_linear": False}),
-        Constant("rmsnorm", True, {}), Constant("post_layer_norm", True, {}),
+        Size("num_layers", "num_layers", 28, counted=True),
+        Size("hidden_size", "hidden_size", 4096),
+        Size("num_attention_heads", "num_attention_heads", 32, counted=True),
+        Size("kv_channels", "kv_channels", 128),
+        Size("ffn_hidden_size", "ffn_hidden_size", 13696),
+        Size("seq_length", "max_position_embeddings", 2048),
+        _vocabulary(),
+        _groups(),
+        Mapped("layernorm_epsilon", "layernorm_epsilon", 1e-5),
+        RMS_NORM,
+        Mapped("hidden_dropout", "hidden_dropout", 0.0),
+        Mapped("attention_dropout", "attention_dropout", 0.0),
+        Mapped("add_qkv_bias", "add_qkv_bias", False),
+        Constant("add_bias_linear", False, {"add_bias_linear": False}),
+        Constant("rmsnorm", True, {}),
+        Constant("post_layer_norm", True, {}),
         Constant(_RESIDUAL_AFTER_NORM, False, {_RESIDUAL_AFTER_NORM: False}),
         Constant("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
-        Constant("original_rope", True, {
-            "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 0.5, "rotary_interleaved": True,
-        }),
-        Constant("rope_ratio", 1, {}), Requires({"swiglu": True}), Implies({"init_method_std": 0.02}),
-    )  # fmt: skip
+        Constant(
+            "original_rope",
+            True,
+            {
+                "position_embedding_type": "rope",
+                "rotary_base": 10000,
+                "rotary_percent": 0.5,
+                "rotary_interleaved": True,
+            },
+        ),
+        Constant("rope_ratio", 1, {}),
+        Requires({"swiglu": True}),
+        Implies({"init_method_std": 0.02}),
+    )

@@ -157,6 +157,13 @@ def llama_like(
         positions: the setting of positions, if it is not plain RoPE.
     """
     return (
-        *SIZES, query_groups(groups), head_size(head_dim, head_dim_default), positions or rope(theta),
-        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", epsilon),
-    )  # fmt: skip
+        *SIZES,
+        query_groups(groups),
+        head_size(head_dim, head_dim_default),
+        positions or rope(theta),
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
+        RMS_NORM,
+        Mapped("rms_norm_eps", "layernorm_epsilon", epsilon),
+    )

@@ -21,9 +21,11 @@ def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
         raise UnsupportedCheckpointError(
-            "config.json has an invalid size", found=repr(value),
-            expected=f"a whole number from 1 to {limit:,}", where=key,
-        )  # fmt: skip
+            "config.json has an invalid size",
+            found=repr(value),
+            expected=f"a whole number from 1 to {limit:,}",
+            where=key,
+        )
     return value
 
 
@@ -31,17 +33,22 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
     """Return the error for a `config.json` with a value for which Megatron has no arguments."""
     return UnsupportedCheckpointError(
         f"config.json requires something that Megatron's model of this family does not support: {key}",
-        found=found, expected=expected, where="config.json",
+        found=found,
+        expected=expected,
+        where="config.json",
         hint="map it with a family of your own (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
-    )  # fmt: skip
+    )
 
 
 def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
     """Return the error for a `config.json` whose keys contradict each other."""
     return UnsupportedCheckpointError(
-        f"config.json contradicts itself: {key}", found=f"{one}, and {other}", expected="one value",
-        where="config.json", hint="keep the value used in training",
-    )  # fmt: skip
+        f"config.json contradicts itself: {key}",
+        found=f"{one}, and {other}",
+        expected="one value",
+        where="config.json",
+        hint="keep the value used in training",
+    )
 
 
 def mismatches(needed: Mapping[str, Any], arguments: ModelArguments) -> list[str]:

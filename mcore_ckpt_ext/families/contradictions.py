@@ -51,7 +51,8 @@ def _differing(family: Family, model: ModelArguments, running: ModelArguments) -
     """
     expressed = family.expressed
     for name in sorted(expressed - without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
-        wanted, given = model.get(name), running.get(name)
+        wanted = model.get(name)
+        given = running.get(name)
         if (wanted or None) != (given or None) and _writes_another(family, model, name, given):
             yield f"{name} is {shorten(repr(given))}, not {shorten(repr(wanted))}"
 

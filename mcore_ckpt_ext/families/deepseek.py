@@ -13,13 +13,17 @@ from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, 
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Nullable, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
-_OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
+_OURS = "decoder.layers.{layer}.self_attention"
+_THEIRS = "model.layers.{layer}.self_attn"
 # YaRN: Megatron's arguments by Hugging Face's keys.
 _YARN = {
-    "factor": "rotary_scaling_factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
-    "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+    "factor": "rotary_scaling_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
     "original_max_position_embeddings": "original_max_position_embeddings",
-}  # fmt: skip
+}
 
 
 _COMPRESSED = set_in("q_lora_rank")
@@ -39,9 +43,15 @@ LATENT_ATTENTION = (
     parts.ATTENTION_OUTPUT,
 )
 RULES = (
-    parts.EMBEDDING, *LATENT_ATTENTION, *parts.MLP, *parts.experts(), *parts.shared_experts("shared_experts"),
-    parts.LATENT_ATTENTION_NORM, *parts.MLP_NORM, *parts.OUTPUT,
-)  # fmt: skip
+    parts.EMBEDDING,
+    *LATENT_ATTENTION,
+    *parts.MLP,
+    *parts.experts(),
+    *parts.shared_experts("shared_experts"),
+    parts.LATENT_ATTENTION_NORM,
+    *parts.MLP_NORM,
+    *parts.OUTPUT,
+)
 
 
 def _rope() -> Setting:
@@ -66,10 +76,14 @@ def _rope() -> Setting:
         factor, original = yarn_lengths(found, config)
         mscale, all_dim = mscales(found, factor, latent=True)
         return arguments | {
-            "rope_type": "yarn", "rotary_scaling_factor": factor, "original_max_position_embeddings": original,
-            "mscale": mscale, "mscale_all_dim": all_dim,
-            "beta_fast": found.get("beta_fast") or 32, "beta_slow": found.get("beta_slow") or 1,
-        }  # fmt: skip
+            "rope_type": "yarn",
+            "rotary_scaling_factor": factor,
+            "original_max_position_embeddings": original,
+            "mscale": mscale,
+            "mscale_all_dim": all_dim,
+            "beta_fast": found.get("beta_fast") or 32,
+            "beta_slow": found.get("beta_slow") or 1,
+        }
 
     def why_not(arguments: ModelArguments) -> list[str]:
         # Megatron's latent attention uses `rope_type` for any kind of positions; `rope` is not scaled.
@@ -94,8 +108,10 @@ def scaled_gates(missing: float, key: str = "routed_scaling_factor") -> Setting:
     )
 
 
-DENSE, SPARSE = "dense", "sparse"
-COUNT_OF_DENSE, KINDS_OF_LAYERS = "first_k_dense_replace", "mlp_layer_types"
+DENSE = "dense"
+SPARSE = "sparse"
+COUNT_OF_DENSE = "first_k_dense_replace"
+KINDS_OF_LAYERS = "mlp_layer_types"
 
 
 def _experts_by_layer(arguments: ModelArguments) -> list[bool]:
@@ -210,13 +226,15 @@ def ranked_by(arguments: ModelArguments) -> int | None:
     Returns:
         None if groups do not limit the choice.
     """
-    groups, chosen = arguments.moe_router_num_groups or 1, arguments.moe_router_group_topk or 1
+    groups = arguments.moe_router_num_groups or 1
+    chosen = arguments.moe_router_group_topk or 1
     return arguments.moe_router_topk // chosen if groups > chosen else None
 
 
 def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     """Return a reason if transformers, ranking a group by its best two experts, chooses other experts."""
-    found, groups = ranked_by(arguments), arguments.moe_router_num_groups
+    found = ranked_by(arguments)
+    groups = arguments.moe_router_num_groups
     if found not in (None, 2):
         chosen = f"{arguments.moe_router_topk} experts of {arguments.moe_router_group_topk} groups"
         return [f"moe_router_topk and moe_router_group_topk are {chosen}: Megatron ranks a group by its best {found}"]
@@ -242,11 +260,13 @@ def normalized_sigmoids(chosen: int, key: str = "norm_topk_prob", *, absent: boo
 def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Setting, ...]:
     """Return the settings of routing by sigmoid and a trained bias, with the class's defaults."""
     return (
-        grouped_choice(groups, chosen_groups), normalized_sigmoids(8), scaled_gates(scaling),
+        grouped_choice(groups, chosen_groups),
+        normalized_sigmoids(8),
+        scaled_gates(scaling),
         Constant("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Constant("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
         Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
-    )  # fmt: skip
+    )
 
 
 _INNER_EPSILON = 1e-6
@@ -268,10 +288,11 @@ def inner_norm_settings(arguments: ModelArguments) -> list[str]:
 def expert_sizes(routed: int | None = None, chosen: int | None = None, width: int | None = None) -> tuple[Setting, ...]:
     """Return the settings of the number and width of experts, with the class's defaults if it has any."""
     return (
-        Size("n_routed_experts", "num_experts", routed, counted=True), shared_experts(),
+        Size("n_routed_experts", "num_experts", routed, counted=True),
+        shared_experts(),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
-    )  # fmt: skip
+    )
 
 
 def latent_settings(
@@ -286,7 +307,12 @@ def latent_settings(
         epsilon: epsilon of norms.
     """
     return (
-        *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(),
+        *SIZES,
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
+        RMS_NORM,
+        _rope(),
         Mapped("rms_norm_eps", "layernorm_epsilon", epsilon),
         Custom(
             ("num_key_value_heads",),
@@ -295,9 +321,11 @@ def latent_settings(
         ),
         # Megatron's own head size, which latent attention does not use.
         Custom(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
-        Nullable("q_lora_rank", "q_lora_rank", queries), Size("kv_lora_rank", "kv_lora_rank", 512),
-        Size("qk_nope_head_dim", "qk_head_dim", keys), Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+        Nullable("q_lora_rank", "q_lora_rank", queries),
+        Size("kv_lora_rank", "kv_lora_rank", 512),
+        Size("qk_nope_head_dim", "qk_head_dim", keys),
+        Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
         Size("v_head_dim", "v_head_dim", values),
         Constant("attention_bias", False, NO_BIASES),
         Requires({"multi_latent_attention": True, "qk_layernorm": True}),
-    )  # fmt: skip
+    )

@@ -20,8 +20,11 @@ class DeepSeekMoE(Family):
     architecture = "DeepseekForCausalLM"
     rules = (*parts.DECODER, *parts.experts(), *parts.shared_experts("shared_experts"))
     settings = (
-        *llama_like(), *expert_sizes(), dense_first(0), Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
+        *llama_like(),
+        *expert_sizes(),
+        dense_first(0),
+        Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
         Constant("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
         Constant("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
         Constant("attention_bias", False, NO_BIASES),
-    )  # fmt: skip
+    )

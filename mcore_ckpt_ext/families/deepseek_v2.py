@@ -25,7 +25,9 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _GROUPED = ("moe_router_num_groups", "moe_router_group_topk")
 _ACCEPT = "--accept-key topk_method"
-_METHOD, _GREEDY, _LIMITED = "topk_method", "greedy", "group_limited_greedy"
+_METHOD = "topk_method"
+_GREEDY = "greedy"
+_LIMITED = "group_limited_greedy"
 
 
 def _limited_groups() -> Setting:
@@ -37,7 +39,8 @@ def _limited_groups() -> Setting:
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        groups, chosen = arguments.moe_router_num_groups, arguments.moe_router_group_topk
+        groups = arguments.moe_router_num_groups
+        chosen = arguments.moe_router_group_topk
         return {_METHOD: _LIMITED if groups else _GREEDY, "n_group": groups or 1, "topk_group": chosen or 1}
 
     def to_arguments(config: Config) -> dict[str, Any]:
@@ -46,16 +49,18 @@ def _limited_groups() -> Setting:
             raise unrepresentable(_METHOD, method, f"{_GREEDY} or {_LIMITED}")
         if method == _GREEDY:
             return dict.fromkeys(_GROUPED)
-        groups, chosen = config["n_group"], config["topk_group"]
+        groups = config["n_group"]
+        chosen = config["topk_group"]
         best = config["num_experts_per_tok"] // chosen
         if groups > chosen and best != 1 and not is_accepted(_METHOD):
             raise UnsupportedCheckpointError(
                 f"Megatron would choose other experts: {_METHOD} {_LIMITED}",
                 found=f"transformers ranks a group of experts by its best one, Megatron by the sum of its best {best} "
                 "(num_experts_per_tok over topk_group)",
-                expected=f"{_GREEDY}, or as many groups as experts for each token", where="config.json",
+                expected=f"{_GREEDY}, or as many groups as experts for each token",
+                where="config.json",
                 hint=f"if the job may choose other experts: {_ACCEPT}",
-            )  # fmt: skip
+            )
         return dict(zip(_GROUPED, (groups, chosen), strict=True))
 
     def why_not(arguments: ModelArguments) -> list[str]:

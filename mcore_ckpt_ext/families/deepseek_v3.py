@@ -38,7 +38,8 @@ def mtp_layers() -> Setting:
 
 def _check_head_dim(config: Config) -> None:
     """Check `head_dim`, for which transformers computes rotation angles."""
-    width, rotated = config.get("head_dim"), config.get("qk_rope_head_dim", 64)
+    width = config.get("head_dim")
+    rotated = config.get("qk_rope_head_dim", 64)
     if width not in (None, rotated):
         raise unrepresentable("head_dim", width, f"{rotated}, as qk_rope_head_dim")
 
@@ -77,9 +78,14 @@ class DeepSeekV3(WithMtp):
     rules = (*_RULES, *parts.mtp_layers(_RULES))
     read_rules = parts.STACKED_EXPERTS
     settings = (
-        *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), mtp_layers(),
-        CheckedKeys("head_dim", check=_check_head_dim), Constant("rope_interleave", True, {}),
-    )  # fmt: skip
+        *latent_settings(),
+        *expert_sizes(256, 8, 2048),
+        dense_first(3),
+        *sigmoid_routing(8, 4, 2.5),
+        mtp_layers(),
+        CheckedKeys("head_dim", check=_check_head_dim),
+        Constant("rope_interleave", True, {}),
+    )
 
 
 class KimiK2(DeepSeekV3):

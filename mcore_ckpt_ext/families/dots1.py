@@ -17,7 +17,9 @@ from mcore_ckpt_ext.families.deepseek import (
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Constant, Custom, Requires, Setting
 
-_WINDOW, _FIRST, _KINDS = "sliding_window", "max_window_layers", "layer_types"
+_WINDOW = "sliding_window"
+_FIRST = "max_window_layers"
+_KINDS = "layer_types"
 
 
 def _full_attention() -> Setting:
@@ -45,16 +47,28 @@ class Dots1(Family):
     model_type = "dots1"
     architecture = "Dots1ForCausalLM"
     rules = (
-        *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts(), *parts.shared_experts("shared_experts"),
+        *parts.DECODER,
+        *parts.QUERY_KEY_NORMS,
+        *parts.experts(),
+        *parts.shared_experts("shared_experts"),
         parts.EXPERT_BIAS,
-    )  # fmt: skip
+    )
     read_rules = parts.STACKED_EXPERTS
     without_effect = ("scoring_func", "topk_method")
     settings = (
-        *llama_like(head_dim=True, groups=32), *expert_sizes(), dense_first(0), grouped_choice(1, 1),
-        normalized_sigmoids(1, absent=False), scaled_gates(1.0), _full_attention(),
+        *llama_like(head_dim=True, groups=32),
+        *expert_sizes(),
+        dense_first(0),
+        grouped_choice(1, 1),
+        normalized_sigmoids(1, absent=False),
+        scaled_gates(1.0),
+        _full_attention(),
         Constant("attention_bias", False, NO_BIASES),
-        Requires({
-            "qk_layernorm": True, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-        }),
-    )  # fmt: skip
+        Requires(
+            {
+                "qk_layernorm": True,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+            }
+        ),
+    )

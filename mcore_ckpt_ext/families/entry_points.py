@@ -66,10 +66,11 @@ class RegisteredFamily:
 
     def _broken(self, what: str, found: str) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
-            f"the family that {self.distribution} registers {what}", found=found,
+            f"the family that {self.distribution} registers {what}",
+            found=found,
             where=f"entry point {self.entry.name} = {self.entry.value} of the group {GROUP}",
             hint="update or uninstall that distribution, or name a family: --family NAME",
-        )  # fmt: skip
+        )
 
 
 @functools.cache
@@ -90,8 +91,11 @@ def registered_families(taken: frozenset[str]) -> tuple[RegisteredFamily, ...]:
         _LOG.warning(
             "the family %s that %s registers is not used: %s has a family of that model_type; to use it all the same: "
             "--family path.py:%s",
-            registered.model_type, registered.distribution, owner, registered.class_name,
-        )  # fmt: skip
+            registered.model_type,
+            registered.distribution,
+            owner,
+            registered.class_name,
+        )
     return tuple(found.values())
 
 
@@ -141,8 +145,10 @@ class _AttributedFamily(Family):
             registered = self._registered
             raise UnsupportedCheckpointError(
                 f"the family {registered.class_name} (registered by {registered.distribution}) raises an error",
-                found=repr(error), where=registered.distribution, hint="report it to the authors of that distribution",
-            ) from error  # fmt: skip
+                found=repr(error),
+                where=registered.distribution,
+                hint="report it to the authors of that distribution",
+            ) from error
 
 
 def _registered() -> Iterator[RegisteredFamily]:

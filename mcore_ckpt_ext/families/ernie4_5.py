@@ -25,7 +25,14 @@ class Ernie45(Family):
     rules = (*parts.DECODER, *parts.BIASES)
     without_effect = ("compression_ratio", "freq_allocation", "use_rmsnorm", "micro_batch_size", "use_recompute")
     settings = (
-        *SIZES, query_groups(2), head_size(always=True, default=128), rope(500000.0, interleaved=True),
-        tied(by_default=True), *INITIAL, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        *SIZES,
+        query_groups(2),
+        head_size(always=True, default=128),
+        rope(500000.0, interleaved=True),
+        tied(by_default=True),
+        *INITIAL,
+        SILU,
+        RMS_NORM,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
         all_biases_or_none("use_bias"),
-    )  # fmt: skip
+    )

@@ -9,7 +9,8 @@ from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires, Size
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "transformer.h.{layer}"
 _ATTENTION = f"{_THEIRS}.attn.attention"
 
 
@@ -36,12 +37,20 @@ class Exaone(Family):
     left_out = (r"\.(rotary|rotary_emb)\.inv_freq$",)
     without_effect = ("embed_dropout",)  # also Megatron's `hidden_dropout`
     settings = (
-        Size("num_layers", "num_layers", 32, counted=True), Size("hidden_size", "hidden_size", 2048),
+        Size("num_layers", "num_layers", 32, counted=True),
+        Size("hidden_size", "hidden_size", 2048),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),
-        Size("intermediate_size", "ffn_hidden_size"), Size("max_position_embeddings", "max_position_embeddings", 2048),
-        Size("vocab_size", "vocab_size", 102400), query_groups(), head_size(), rope(), tied(by_default=True), *INITIAL,
-        Mapped("attention_dropout", "attention_dropout", 0.0), RMS_NORM,
+        Size("intermediate_size", "ffn_hidden_size"),
+        Size("max_position_embeddings", "max_position_embeddings", 2048),
+        Size("vocab_size", "vocab_size", 102400),
+        query_groups(),
+        head_size(),
+        rope(),
+        tied(by_default=True),
+        *INITIAL,
+        Mapped("attention_dropout", "attention_dropout", 0.0),
+        RMS_NORM,
         Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
         Constant("activation_function", "silu", {"swiglu": True}),
         Requires(NO_BIASES),
-    )  # fmt: skip
+    )

@@ -21,7 +21,9 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BIAS = "decoder.layers.{layer}.mlp.router.expert_bias"
 _WIDTH = 4096
-_WINDOW, _PATTERN, _KINDS = "sliding_window", "sliding_window_pattern", "layer_types"
+_WINDOW = "sliding_window"
+_PATTERN = "sliding_window_pattern"
+_KINDS = "layer_types"
 
 
 def _windows() -> Setting:
@@ -69,20 +71,34 @@ class ExaoneMoE(Family):
     model_type = "exaone_moe"
     architecture = "ExaoneMoeForCausalLM"
     rules = (
-        *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts(), *parts.shared_experts("shared_experts"),
+        *parts.DECODER,
+        *parts.QUERY_KEY_NORMS,
+        *parts.experts(),
+        *parts.shared_experts("shared_experts"),
         Rule("model.layers.{layer}.mlp.e_score_correction_bias", _BIAS, where=with_experts, keeps_dtype=True),
-    )  # fmt: skip
+    )
     read_rules = (*parts.STACKED_EXPERTS, parts.EXPERT_BIAS)
     # Its MTP layer has no experts, but Megatron builds an MTP layer like the last layer of the decoder.
     left_out = (*Family.left_out, r"^mtp\.")
     without_effect = ("num_nextn_predict_layers",)
     settings = (
-        *llama_like(epsilon=1e-5, groups=32), _windows(), Size("num_experts", "num_experts", 64, counted=True),
-        shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
-        Size("moe_intermediate_size", "moe_ffn_hidden_size", 1024), listed_dense_first(1), grouped_choice(1, 1),
-        normalized_sigmoids(8), scaled_gates(2.5),
-        Requires({
-            "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True,
-            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-        }),
-    )  # fmt: skip
+        *llama_like(epsilon=1e-5, groups=32),
+        _windows(),
+        Size("num_experts", "num_experts", 64, counted=True),
+        shared_experts("num_shared_experts", 1),
+        Size("num_experts_per_tok", "moe_router_topk", 8),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", 1024),
+        listed_dense_first(1),
+        grouped_choice(1, 1),
+        normalized_sigmoids(8),
+        scaled_gates(2.5),
+        Requires(
+            {
+                "add_bias_linear": False,
+                "add_qkv_bias": False,
+                "qk_layernorm": True,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+            }
+        ),
+    )

@@ -59,11 +59,22 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 
 __all__ = [
-    "Condition", "Family", "HuggingFaceTensor", "Piece", "Rule", "always", "dense", "matching", "parameter_shapes",
-    "set_in", "untied", "with_experts",
-]  # fmt: skip
+    "Condition",
+    "Family",
+    "HuggingFaceTensor",
+    "Piece",
+    "Rule",
+    "always",
+    "dense",
+    "matching",
+    "parameter_shapes",
+    "set_in",
+    "untied",
+    "with_experts",
+]
 
-_SHOWN, _MOST_SHOWN = 40, 6
+_SHOWN = 40
+_MOST_SHOWN = 6
 _POSITIONS = "max_position_embeddings"
 
 
@@ -154,7 +165,8 @@ class Family:
             for setting in self.settings:
                 found |= setting.arguments(config)
             check_plain(found)
-            experts, chosen = found.get("num_experts"), found.get("moe_router_topk")
+            experts = found.get("num_experts")
+            chosen = found.get("moe_router_topk")
             if experts and chosen and chosen > experts:
                 raise ValueError(f"{chosen} experts for each token, of {experts}")
             by_softmax = found.get("moe_router_score_function", "softmax") == "softmax"
@@ -188,10 +200,11 @@ class Family:
         accept = " ".join(f"--accept-key {key}" for key in strange[:_MOST_SHOWN])
         raise UnsupportedCheckpointError(
             f"config.json has keys unknown for {self.name} that may change what the model computes",
-            found=listed + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
+            found=listed + more + (f" ({neutral.strict})" if neutral.strict else ""),
+            where="config.json",
             hint=f"if they do not: {accept} (in a job: {ACCEPT_KEYS.flag}); to map them, a family of your own "
             "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
-        )  # fmt: skip
+        )
 
     def updated_config(self, published: Config, arguments: ModelArguments) -> dict[str, Any] | None:
         """Return a published `config.json` with only those keys changed that a job changed.

@@ -98,7 +98,7 @@ def notes_on(arguments: ModelArguments) -> list[str]:
         f"--{name.replace('_', '-')} {value}: {effect.why}"
         for name, effect in NOTED.items()
         if (value := arguments.get(name)) and value not in effect.without
-    ]  # fmt: skip
+    ]
 
 
 _OWN_MARKS = "mcore_ckpt_ext_"  # arguments that this package adds to the checkpoints that it writes

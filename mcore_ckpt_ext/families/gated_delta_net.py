@@ -21,8 +21,10 @@ from mcore_ckpt_ext.families.settings import CheckedKeys, Custom, Requires, Sett
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_net
 
-_OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.linear_attn"
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_OURS = "decoder.layers.{layer}.self_attention"
+_THEIRS = "model.layers.{layer}.linear_attn"
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
 
 
 def is_linear(arguments: ModelArguments, layer: int) -> bool:
@@ -69,17 +71,21 @@ def _net(theirs: str, ours: str, **more: Any) -> Rule:
 
 
 ATTENTION = (
-    *parts.attention(where=has_attention), replace(parts.ATTENTION_OUTPUT, where=has_attention),
-    *parts.query_key_norms(has_attention), replace(parts.ATTENTION_NORM, where=has_attention),
-)  # fmt: skip
+    *parts.attention(where=has_attention),
+    replace(parts.ATTENTION_OUTPUT, where=has_attention),
+    *parts.query_key_norms(has_attention),
+    replace(parts.ATTENTION_NORM, where=has_attention),
+)
 """Rules of the layers with attention."""
 NET = (
     Rule("model.layers.{layer}.input_layernorm.weight", f"{_OURS}.in_proj.layer_norm_weight", where=is_linear),
     _net("conv1d.weight", "conv1d.weight", pieces=by_parts("query", "key", "value")),
-    _net("A_log", "A_log", keeps_dtype=True), _net("dt_bias", "dt_bias"), _net("out_proj.weight", "out_proj.weight"),
+    _net("A_log", "A_log", keeps_dtype=True),
+    _net("dt_bias", "dt_bias"),
+    _net("out_proj.weight", "out_proj.weight"),
     # transformers stores this norm unchanged, unlike its other norms; Megatron stores all norms minus 1.
     _net("norm.weight", "out_norm.weight", rows=shifted(1.0), keeps_dtype=True),
-)  # fmt: skip
+)
 """Rules of the layers with a gated delta net, except for the input projection."""
 BY_HEADS = (
     _net("in_proj_qkvz.weight", "in_proj.weight", pieces=by_heads("query", "key", "value", "z")),
@@ -118,17 +124,23 @@ def _check_output_gate(config: Config) -> None:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    _layers(), CheckedKeys("output_gate_type", check=_check_output_gate),
+    _layers(),
+    CheckedKeys("output_gate_type", check=_check_output_gate),
     Size("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
     Size("linear_key_head_dim", "linear_key_head_dim", 128),
     Size("linear_value_head_dim", "linear_value_head_dim", 128),
     Size("linear_num_key_heads", "linear_num_key_heads", 16, counted=True),
     Size("linear_num_value_heads", "linear_num_value_heads", 32, counted=True),
-    Requires({
-        "experimental_attention_variant": "gated_delta_net", "attention_output_gate": True, "qk_layernorm": True,
-        "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True,
-    }),
-)  # fmt: skip
+    Requires(
+        {
+            "experimental_attention_variant": "gated_delta_net",
+            "attention_output_gate": True,
+            "qk_layernorm": True,
+            "normalization": "RMSNorm",
+            "layernorm_zero_centered_gamma": True,
+        }
+    ),
+)
 
 
 class WithGatedDeltaNets(Family):
@@ -138,18 +150,20 @@ class WithGatedDeltaNets(Family):
 
     @override
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
-        sizes, heads = _sizes(arguments), arguments.linear_num_key_heads
+        sizes = _sizes(arguments)
+        heads = arguments.linear_num_key_heads
         rows = {part: heads * size for part, size in sizes.items()}
         whole, _, part = name.rpartition(".")
         if part in rows:
             is_filter = whole.endswith("conv1d.weight")
             return (rows[part], *((1, arguments.linear_conv_kernel_dim) if is_filter else (arguments.hidden_size,)))
         shapes = {
-            "A_log": (arguments.linear_num_value_heads,), "dt_bias": (arguments.linear_num_value_heads,),
+            "A_log": (arguments.linear_num_value_heads,),
+            "dt_bias": (arguments.linear_num_value_heads,),
             "in_proj.layer_norm_weight": (arguments.hidden_size,),
             "out_norm.weight": (arguments.linear_value_head_dim,),
             "out_proj.weight": (arguments.hidden_size, rows["value"]),
-        }  # fmt: skip
+        }
         found = shapes.get(name.rpartition(".self_attention.")[2])
         return super().shape(name, arguments) if found is None else found
 

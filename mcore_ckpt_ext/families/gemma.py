@@ -49,10 +49,15 @@ class Gemma(Family):
     bridge_provider = "gemma.gemma_provider.GemmaModelProvider"
     rules = parts.DECODER
     settings = (
-        *SIZES, query_groups(16), head_size(always=True, default=256), rope(), *TRAINING, _activation(),
+        *SIZES,
+        query_groups(16),
+        head_size(always=True, default=256),
+        rope(),
+        *TRAINING,
+        _activation(),
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Constant("attention_bias", False, NO_BIASES),
         Constant("use_bidirectional_attention", None, {}),
         Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "scaled_embeddings": True}),
-    )  # fmt: skip
+    )

@@ -14,7 +14,8 @@ from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Nullable, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "model.layers.{layer}"
 
 
 def query_scalar() -> Setting:
@@ -38,13 +39,16 @@ def attention_scalar(arguments: ModelArguments) -> float:
 
 
 RULES = (
-    parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
-    Rule(f"{_THEIRS}.post_attention_layernorm.weight",
-         f"{_OURS}.self_attention.linear_proj.post_layernorm.weight"),
+    parts.EMBEDDING,
+    *parts.attention(),
+    parts.ATTENTION_OUTPUT,
+    *parts.MLP,
+    parts.ATTENTION_NORM,
+    Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.self_attention.linear_proj.post_layernorm.weight"),
     Rule(f"{_THEIRS}.pre_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
     Rule(f"{_THEIRS}.post_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc2.post_layernorm.weight"),
     Rule("model.norm.weight", "decoder.final_layernorm.weight"),
-)  # fmt: skip
+)
 
 
 class Gemma2(Family):
@@ -63,7 +67,11 @@ class Gemma2(Family):
     rules = RULES
     without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are used instead
     settings = (
-        *SIZES, query_groups(4), head_size(always=True, default=256), rope(), *TRAINING,
+        *SIZES,
+        query_groups(4),
+        head_size(always=True, default=256),
+        rope(),
+        *TRAINING,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         # The norms multiply by 1 + weight.
         Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),
@@ -76,7 +84,7 @@ class Gemma2(Family):
         Nullable("final_logit_softcapping", "final_logit_softcap", 30.0),
         Constant("use_bidirectional_attention", None, {}),
         Requires({"scaled_embeddings": True}),
-    )  # fmt: skip
+    )
 
     @override
     def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from mcore_ckpt_ext.families.rope import base_of, rope_parameters
 from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Mapped, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_GLOBAL = "full_attention"
+_LOCAL = "sliding_attention"
 _EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a window, one without
 
 
@@ -28,10 +29,12 @@ def _rope() -> Setting:
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         factor = arguments.rotary_seq_len_interpolation_factor
         scaling = {"rope_type": "linear", "factor": float(factor)} if factor else {"rope_type": "default"}
-        return {"rope_parameters": {
-            _LOCAL: {"rope_type": "default", "rope_theta": float(arguments.rotary_base_local or 10000.0)},
-            _GLOBAL: {**scaling, "rope_theta": float(arguments.rotary_base)},
-        }}  # fmt: skip
+        return {
+            "rope_parameters": {
+                _LOCAL: {"rope_type": "default", "rope_theta": float(arguments.rotary_base_local or 10000.0)},
+                _GLOBAL: {**scaling, "rope_theta": float(arguments.rotary_base)},
+            }
+        }
 
     def to_arguments(config: Config) -> dict[str, Any]:
         of_layers = config.get("rope_parameters") or {}
@@ -51,17 +54,24 @@ def _rope() -> Setting:
                 "rope_parameters", f"{local['rope_type']} and {kind}", "default, and default or linear"
             )
         return {
-            "position_embedding_type": "rope", "rotary_base": base_of(found), "rotary_base_local": base_of(local),
+            "position_embedding_type": "rope",
+            "rotary_base": base_of(found),
+            "rotary_base_local": base_of(local),
             "rotary_seq_len_interpolation_factor": factor if kind == "linear" else None,
-        }  # fmt: skip
+        }
 
     expressed = (
-        "position_embedding_type", "rotary_base", "rotary_base_local", "rotary_seq_len_interpolation_factor",
-    )  # fmt: skip
+        "position_embedding_type",
+        "rotary_base",
+        "rotary_base_local",
+        "rotary_seq_len_interpolation_factor",
+    )
     return Custom(
-        ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"), to_config, to_arguments,
+        ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+        to_config,
+        to_arguments,
         expressed=expressed,
-    )  # fmt: skip
+    )
 
 
 class Gemma3(Family):
@@ -76,12 +86,20 @@ class Gemma3(Family):
     bridge_provider = "gemma.gemma3_provider.Gemma3ModelProvider"
     rules = (*RULES, *parts.QUERY_KEY_NORMS)
     defaults = {
-        "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "intermediate_size": 9216,
-        "max_position_embeddings": 131072, "vocab_size": 262208,
-    }  # fmt: skip
+        "num_hidden_layers": 26,
+        "hidden_size": 2304,
+        "num_attention_heads": 8,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 131072,
+        "vocab_size": 262208,
+    }
     without_effect = ("hidden_act", "_sliding_window_pattern")
     settings = (
-        *SIZES, query_groups(4), head_size(always=True, default=256), _rope(), *TRAINING,
+        *SIZES,
+        query_groups(4),
+        head_size(always=True, default=256),
+        _rope(),
+        *TRAINING,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         windows_in_some_layers(4096, _EVERY, "sliding_window_pattern"),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
@@ -89,11 +107,17 @@ class Gemma3(Family):
         gelu("hidden_activation", needed={"gated_linear_unit": True}),
         query_scalar(),
         Forbidden("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
-        Requires({
-            "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True,
-            "scaled_embeddings": True, "attention_softcap": None, "final_logit_softcap": None,
-        }),
-    )  # fmt: skip
+        Requires(
+            {
+                "normalization": "RMSNorm",
+                "layernorm_zero_centered_gamma": True,
+                "qk_layernorm": True,
+                "scaled_embeddings": True,
+                "attention_softcap": None,
+                "final_logit_softcap": None,
+            }
+        ),
+    )
 
     @override
     def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:

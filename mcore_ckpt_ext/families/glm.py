@@ -18,13 +18,24 @@ class Glm(Family):
     model_type = "glm"
     architecture = "GlmForCausalLM"
     rules = (
-        parts.EMBEDDING, *parts.attention(), *parts.attention("bias", set_in("add_qkv_bias")), parts.ATTENTION_OUTPUT,
-        parts.GATE_AND_UP, parts.MLP[-1], parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
-    )  # fmt: skip
+        parts.EMBEDDING,
+        *parts.attention(),
+        *parts.attention("bias", set_in("add_qkv_bias")),
+        parts.ATTENTION_OUTPUT,
+        parts.GATE_AND_UP,
+        parts.MLP[-1],
+        parts.ATTENTION_NORM,
+        parts.MLP_NORM[0],
+        *parts.OUTPUT,
+    )
     settings = (
         *llama_like(
-            epsilon=1.5625e-07, head_dim=True, head_dim_default=128, groups=2,
+            epsilon=1.5625e-07,
+            head_dim=True,
+            head_dim_default=128,
+            groups=2,
             positions=rope(partial=0.5, interleaved=True),
         ),
-        Mapped("attention_bias", "add_qkv_bias", True), Requires({"add_bias_linear": False}),
-    )  # fmt: skip
+        Mapped("attention_bias", "add_qkv_bias", True),
+        Requires({"add_bias_linear": False}),
+    )

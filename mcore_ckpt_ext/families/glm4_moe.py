@@ -11,9 +11,13 @@ from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 _RULES = (
-    *parts.DECODER, *parts.attention("bias", set_in("add_qkv_bias")), *parts.query_key_norms(set_in("qk_layernorm")),
-    *parts.experts(), *parts.shared_experts("shared_experts"), parts.EXPERT_BIAS,
-)  # fmt: skip
+    *parts.DECODER,
+    *parts.attention("bias", set_in("add_qkv_bias")),
+    *parts.query_key_norms(set_in("qk_layernorm")),
+    *parts.experts(),
+    *parts.shared_experts("shared_experts"),
+    parts.EXPERT_BIAS,
+)
 
 
 class Glm4MoE(WithMtp):
@@ -25,7 +29,11 @@ class Glm4MoE(WithMtp):
     read_rules = parts.STACKED_EXPERTS
     settings = (
         *llama_like(epsilon=1e-5, head_dim=True, groups=8, positions=rope(partial=0.5)),
-        *expert_sizes(128, 8, 1408), dense_first(1), *sigmoid_routing(1, 1, 1.0),
-        Mapped("attention_bias", "add_qkv_bias", False), mtp_layers(), Mapped("use_qk_norm", "qk_layernorm", False),
+        *expert_sizes(128, 8, 1408),
+        dense_first(1),
+        *sigmoid_routing(1, 1, 1.0),
+        Mapped("attention_bias", "add_qkv_bias", False),
+        mtp_layers(),
+        Mapped("use_qk_norm", "qk_layernorm", False),
         Requires({"add_bias_linear": False}),
-    )  # fmt: skip
+    )

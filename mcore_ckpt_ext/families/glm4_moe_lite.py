@@ -43,7 +43,11 @@ class Glm4MoELite(DeepSeekV3):
     contained_in = "DeepSeek-V3"
     architecture = "Glm4MoeLiteForCausalLM"
     settings = (
-        *latent_settings(queries=768, keys=192, values=256, epsilon=1e-5), *expert_sizes(64, 4, 1536), _LAYERS,
-        *sigmoid_routing(1, 1, 1.8), mtp_layers(), Constant("rope_interleave", True, {}),
+        *latent_settings(queries=768, keys=192, values=256, epsilon=1e-5),
+        *expert_sizes(64, 4, 1536),
+        _LAYERS,
+        *sigmoid_routing(1, 1, 1.8),
+        mtp_layers(),
+        Constant("rope_interleave", True, {}),
         Constant("partial_rotary_factor", 1.0, {}),
-    )  # fmt: skip
+    )

@@ -13,7 +13,8 @@ from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, Rows, joined,
 from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
 
 
@@ -58,19 +59,31 @@ def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tupl
 def settings(activation: str) -> tuple[Setting, ...]:
     """Return all settings except those of queries, keys and values; `activation` is the class's default."""
     return (
-        Size("n_layer", "num_layers", counted=True), Size("n_embd", "hidden_size"),
-        Size("n_head", "num_attention_heads", counted=True), Size("n_positions", "max_position_embeddings", 1024),
+        Size("n_layer", "num_layers", counted=True),
+        Size("n_embd", "hidden_size"),
+        Size("n_head", "num_attention_heads", counted=True),
+        Size("n_positions", "max_position_embeddings", 1024),
         Size("vocab_size", "vocab_size", 50257),
-        Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Mapped("initializer_range", "init_method_std", 0.02),
-        Mapped("attn_pdrop", "attention_dropout", 0.1), Mapped("resid_pdrop", "hidden_dropout", 0.1),
+        Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
+        Mapped("initializer_range", "init_method_std", 0.02),
+        Mapped("attn_pdrop", "attention_dropout", 0.1),
+        Mapped("resid_pdrop", "hidden_dropout", 0.1),
         Custom(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
-        Custom(("n_inner",), _inner, _inner_size), IMPLIED_HEAD_SIZE, gelu("activation_function", activation),
-        tied(by_default=True), Constant("scale_attn_weights", True, {}), Constant("add_cross_attention", False, {}),
+        Custom(("n_inner",), _inner, _inner_size),
+        IMPLIED_HEAD_SIZE,
+        gelu("activation_function", activation),
+        tied(by_default=True),
+        Constant("scale_attn_weights", True, {}),
+        Constant("add_cross_attention", False, {}),
         Implies({"add_qkv_bias": True}),
-        Requires({
-            "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
-        }),
-    )  # fmt: skip
+        Requires(
+            {
+                "normalization": "LayerNorm",
+                "add_bias_linear": True,
+                "position_embedding_type": "learned_absolute",
+            }
+        ),
+    )
 
 
 class GPT2(Family):
@@ -80,9 +93,14 @@ class GPT2(Family):
     architecture = "GPT2LMHeadModel"
     optional_prefix = "transformer."
     without_effect = (
-        "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-        "summary_type", "summary_use_proj",
-    )  # fmt: skip
+        "n_ctx",
+        "reorder_and_upcast_attn",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    )
     left_out = (r"\.attn\.(bias|masked_bias)$",)
     rules = rules(_QKV, transposed)
     settings = (*settings("gelu_new"), NO_QUERY_GROUPS, Constant("scale_attn_by_inverse_layer_idx", False, {}))

@@ -13,7 +13,8 @@ from mcore_ckpt_ext.families.rows import WHOLE
 from mcore_ckpt_ext.families.settings import Custom
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_ONE_GROUP, _GROUPS = "multi_query", "num_key_value_heads"
+_ONE_GROUP = "multi_query"
+_GROUPS = "num_key_value_heads"
 
 
 def _to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -47,8 +48,9 @@ class GPTBigCode(Family):
     without_effect = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     rules = gpt2.rules(WHOLE)
     settings = (
-        *gpt2.settings("gelu_pytorch_tanh"), Custom((_ONE_GROUP, _GROUPS), _to_config, _to_arguments, _why_not),
-    )  # fmt: skip
+        *gpt2.settings("gelu_pytorch_tanh"),
+        Custom((_ONE_GROUP, _GROUPS), _to_config, _to_arguments, _why_not),
+    )
 
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:

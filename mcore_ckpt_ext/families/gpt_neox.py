@@ -13,7 +13,8 @@ from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires,
 from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "gpt_neox.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "gpt_neox.layers.{layer}"
 _PARALLEL = "use_parallel_residual"
 _OLDER = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
@@ -28,10 +29,12 @@ def _rules(leaf: str) -> tuple[Rule, ...]:
         "mlp.dense_4h_to_h": "mlp.linear_fc2.{leaf}",
     }
     return (
-        *(Rule(f"{_THEIRS}.{theirs}.{leaf}", f"{_OURS}.{ours.replace('{leaf}', leaf)}")
-          for theirs, ours in names.items()),
+        *(
+            Rule(f"{_THEIRS}.{theirs}.{leaf}", f"{_OURS}.{ours.replace('{leaf}', leaf)}")
+            for theirs, ours in names.items()
+        ),
         Rule(f"gpt_neox.final_layer_norm.{leaf}", f"decoder.final_layernorm.{leaf}"),
-    )  # fmt: skip
+    )
 
 
 def _blocks() -> Setting:
@@ -63,7 +66,7 @@ def _positions() -> Setting:
 
     return Custom(
         (*KEYS, "partial_rotary_factor", *_OLDER), to_config, to_arguments, usual.mismatches, (*usual.expresses,)
-    )  # fmt: skip
+    )
 
 
 class GPTNeoX(Family):
@@ -77,14 +80,22 @@ class GPTNeoX(Family):
     architecture = "GPTNeoXForCausalLM"
     left_out = (r"\.rotary_emb\.inv_freq$", r"\.attention\.(bias|masked_bias)$")
     rules = (
-        Rule("gpt_neox.embed_in.weight", "embedding.word_embeddings.weight"), *_rules("weight"), *_rules("bias"),
+        Rule("gpt_neox.embed_in.weight", "embedding.word_embeddings.weight"),
+        *_rules("weight"),
+        *_rules("bias"),
         Rule("embed_out.weight", "output_layer.weight", where=untied),
-    )  # fmt: skip
+    )
     settings = (
-        *SIZES, IMPLIED_HEAD_SIZE, _positions(), tied(by_default=False), *TRAINING, _blocks(),
-        Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5), Mapped("hidden_dropout", "hidden_dropout", 0.0),
+        *SIZES,
+        IMPLIED_HEAD_SIZE,
+        _positions(),
+        tied(by_default=False),
+        *TRAINING,
+        _blocks(),
+        Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5),
+        Mapped("hidden_dropout", "hidden_dropout", 0.0),
         gelu("hidden_act", exact=True),
         Constant("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
         Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False}),
         NO_QUERY_GROUPS,
-    )  # fmt: skip
+    )

@@ -11,12 +11,18 @@ from mcore_ckpt_ext.families.rows import GATE_AND_UP_BY_TURNS, WHOLE, transposed
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
-_EXPERT, _EXPERTS = f"{_OURS}.mlp.experts.experts.{{expert}}", f"{_THEIRS}.mlp.experts"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "model.layers.{layer}"
+_EXPERT = f"{_OURS}.mlp.experts.experts.{{expert}}"
+_EXPERTS = f"{_THEIRS}.mlp.experts"
 _YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 
 
 def _why_not(arguments: ModelArguments) -> list[str]:
@@ -41,7 +47,10 @@ class GptOss(Family):
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
     rules = (
-        parts.EMBEDDING, *parts.attention(), *parts.attention("bias"), parts.ATTENTION_OUTPUT,
+        parts.EMBEDDING,
+        *parts.attention(),
+        *parts.attention("bias"),
+        parts.ATTENTION_OUTPUT,
         Rule(f"{_THEIRS}.self_attn.o_proj.bias", f"{_OURS}.self_attention.linear_proj.bias"),
         Rule(f"{_THEIRS}.self_attn.sinks", f"{_OURS}.self_attention.core_attention.softmax_offset"),
         Rule(f"{_THEIRS}.mlp.router.weight", f"{_OURS}.mlp.router.weight"),
@@ -50,18 +59,29 @@ class GptOss(Family):
         Rule(f"{_EXPERTS}.gate_up_proj_bias", f"{_EXPERT}.linear_fc1.bias", GATE_AND_UP_BY_TURNS),
         Rule(f"{_EXPERTS}.down_proj", f"{_EXPERT}.linear_fc2.weight", transposed(WHOLE)),
         Rule(f"{_EXPERTS}.down_proj_bias", f"{_EXPERT}.linear_fc2.bias"),
-        parts.ATTENTION_NORM, parts.MLP_NORM[1], *parts.OUTPUT,
-    )  # fmt: skip
+        parts.ATTENTION_NORM,
+        parts.MLP_NORM[1],
+        *parts.OUTPUT,
+    )
     # Keys that repeat others, or that only OpenAI's released code reads.
     without_effect = ("experts_per_token", "initial_context_length")
     settings = (
-        *SIZES, query_groups(8), head_size(always=True, default=64), rope(150000.0, scaling=_YARN),
-        tied(by_default=False), *TRAINING, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
-        experts_in_every_layer(128), Size("num_experts_per_tok", "moe_router_topk", 4),
-        Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001), windows_in_some_layers(128, every=2),
+        *SIZES,
+        query_groups(8),
+        head_size(always=True, default=64),
+        rope(150000.0, scaling=_YARN),
+        tied(by_default=False),
+        *TRAINING,
+        RMS_NORM,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        experts_in_every_layer(128),
+        Size("num_experts_per_tok", "moe_router_topk", 4),
+        Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+        windows_in_some_layers(128, every=2),
         Constant("hidden_act", "silu", {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}),
-        Constant("swiglu_alpha", 1.702, {}), Mapped("swiglu_limit", "activation_func_clamp_value", 7.0),
+        Constant("swiglu_alpha", 1.702, {}),
+        Mapped("swiglu_limit", "activation_func_clamp_value", 7.0),
         Constant("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
         Custom((), lambda arguments: {}, lambda config: {"bias_gelu_fusion": False}, _why_not, ("bias_gelu_fusion",)),
         Requires({"softmax_type": "learnable", "moe_router_score_function": "softmax"}),
-    )  # fmt: skip
+    )

@@ -21,7 +21,8 @@ from mcore_ckpt_ext.families.family import Condition, Rule, always
 from mcore_ckpt_ext.families.settings import CheckedKeys, Constant, Custom, Forbidden, Implies, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
+_OURS = "decoder.layers.{layer}.self_attention"
+_THEIRS = "model.layers.{layer}.self_attn"
 _INDEXER = f"{_OURS}.core_attention.indexer"
 _NORMS = {
     f"{_OURS}.linear_q_up_proj.layer_norm_weight": f"{_OURS}.q_layernorm.weight",
@@ -41,13 +42,21 @@ def _rules(with_indexer: Condition = always) -> tuple[Rule, ...]:
     """Return the rules of a decoder layer, which may have its own indexer."""
     return (
         *_ATTENTION,
-        *(Rule(f"{_THEIRS}.indexer.{name}.weight", f"{_INDEXER}.linear_{name}.weight", where=with_indexer)
-          for name in ("wq_b", "wk", "weights_proj")),
-        *(Rule(f"{_THEIRS}.indexer.k_norm.{leaf}", f"{_INDEXER}.k_norm.{leaf}", where=with_indexer)
-          for leaf in ("weight", "bias")),
-        *parts.MLP, *parts.experts(), *parts.shared_experts("shared_experts"), parts.LATENT_ATTENTION_NORM,
-        *parts.MLP_NORM, parts.EXPERT_BIAS,
-    )  # fmt: skip
+        *(
+            Rule(f"{_THEIRS}.indexer.{name}.weight", f"{_INDEXER}.linear_{name}.weight", where=with_indexer)
+            for name in ("wq_b", "wk", "weights_proj")
+        ),
+        *(
+            Rule(f"{_THEIRS}.indexer.k_norm.{leaf}", f"{_INDEXER}.k_norm.{leaf}", where=with_indexer)
+            for leaf in ("weight", "bias")
+        ),
+        *parts.MLP,
+        *parts.experts(),
+        *parts.shared_experts("shared_experts"),
+        parts.LATENT_ATTENTION_NORM,
+        *parts.MLP_NORM,
+        parts.EXPERT_BIAS,
+    )
 
 
 def _computes_indices(arguments: ModelArguments, layer: int) -> bool:
@@ -69,9 +78,12 @@ def _check_layer_types(config: Config) -> None:
         raise unrepresentable("layer_types", sorted(others)[0], f"{_INDEXED} in every layer")
 
 
-_KINDS_OF_INDEXERS, _OLDER_KINDS = "indexer_types", "index_topk_pattern"
-_FREQUENCY, _OFFSET = "index_topk_freq", "index_skip_topk_offset"
-_FULL, _SHARED = "full", "shared"
+_KINDS_OF_INDEXERS = "indexer_types"
+_OLDER_KINDS = "index_topk_pattern"
+_FREQUENCY = "index_topk_freq"
+_OFFSET = "index_skip_topk_offset"
+_FULL = "full"
+_SHARED = "shared"
 
 
 def _indexers_of(config: Config) -> list[str]:
@@ -83,7 +95,8 @@ def _indexers_of(config: Config) -> list[str]:
         if len(kinds) != layers or {*kinds} - {_FULL, _SHARED}:
             raise unrepresentable(key, shorten(repr(listed)), f"{_FULL} or {_SHARED}, for each of {layers} layers")
         return kinds
-    frequency, offset = max(config.get(_FREQUENCY, 1), 1), config.get(_OFFSET, 2)
+    frequency = max(config.get(_FREQUENCY, 1), 1)
+    offset = config.get(_OFFSET, 2)
     return [_FULL if max(layer - offset + 1, 0) % frequency == 0 else _SHARED for layer in range(layers)]
 
 
@@ -104,9 +117,10 @@ def _shared_indexers() -> Setting:
         if frequency == 1:
             return {_FREQUENCY: 1}
         return {
-            _FREQUENCY: frequency, _OFFSET: max(arguments.dsa_indexer_skip_topk_offset, 1),
+            _FREQUENCY: frequency,
+            _OFFSET: max(arguments.dsa_indexer_skip_topk_offset, 1),
             _KINDS_OF_INDEXERS: [_FULL if _computes_indices(arguments, layer) else _SHARED for layer in layers],
-        }  # fmt: skip
+        }
 
     def to_arguments(config: Config) -> dict[str, Any]:
         kinds = _indexers_of(config)
@@ -114,9 +128,10 @@ def _shared_indexers() -> Setting:
         layers = range(1, len(kinds) + 1)
         if kinds != [_SHARED if max(layer - offset, 0) % frequency else _FULL for layer in layers]:
             raise unrepresentable(
-                _KINDS_OF_INDEXERS, "".join(kind[0].upper() for kind in kinds),
+                _KINDS_OF_INDEXERS,
+                "".join(kind[0].upper() for kind in kinds),
                 "full in the first layers, then in every n-th layer",
-            )  # fmt: skip
+            )
         return {"dsa_indexer_topk_freq": frequency, "dsa_indexer_skip_topk_offset": offset}
 
     def why_not(arguments: ModelArguments) -> list[str]:
@@ -126,24 +141,34 @@ def _shared_indexers() -> Setting:
         return ["an MTP layer without its own indexer"] if shares else []
 
     return Custom(
-        (_KINDS_OF_INDEXERS, _OLDER_KINDS, _FREQUENCY, _OFFSET), to_config, to_arguments, why_not,
+        (_KINDS_OF_INDEXERS, _OLDER_KINDS, _FREQUENCY, _OFFSET),
+        to_config,
+        to_arguments,
+        why_not,
         expressed=("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
-    )  # fmt: skip
+    )
 
 
 def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
     return (
-        Size("index_topk", "dsa_indexer_topk", 2048), Size("index_head_dim", "dsa_indexer_head_dim", 128),
-        Size("index_n_heads", "dsa_indexer_n_heads", heads, counted=True), Forbidden("mlp_bias"),
-        CheckedKeys("layer_types", check=_check_layer_types), Constant("rope_interleave", True, {}),
+        Size("index_topk", "dsa_indexer_topk", 2048),
+        Size("index_head_dim", "dsa_indexer_head_dim", 128),
+        Size("index_n_heads", "dsa_indexer_n_heads", heads, counted=True),
+        Forbidden("mlp_bias"),
+        CheckedKeys("layer_types", check=_check_layer_types),
+        Constant("rope_interleave", True, {}),
         Constant("moe_layer_freq", 1, {}),
-        Requires({
-            "experimental_attention_variant": "dsa", "dsa_indexer_rope_interleaved": interleaved,
-            "dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_scoring_relu": True,
-        }),
+        Requires(
+            {
+                "experimental_attention_variant": "dsa",
+                "dsa_indexer_rope_interleaved": interleaved,
+                "dsa_indexer_k_norm_epsilon": 1e-6,
+                "dsa_indexer_scoring_relu": True,
+            }
+        ),
         # A rotation for fp8 that does not change the products; transformers does not have it.
         Implies({"dsa_indexer_rotate_activation": False, "dsa_indexer_k_norm_fp32": False}),
-    )  # fmt: skip
+    )
 
 
 class DeepSeekV32(WithMtp):
@@ -159,19 +184,27 @@ class DeepSeekV32(WithMtp):
     rules = (parts.EMBEDDING, *_rules(), *parts.OUTPUT, *parts.mtp_layers(_rules()))
     read_rules = parts.STACKED_EXPERTS
     settings = (
-        *latent_settings(), *expert_sizes(256, 8, 2048), _LAYERS, *sigmoid_routing(8, 4, 2.5), mtp_layers(),
-        *_indexer(64, interleaved=False), Requires({"dsa_indexer_topk_freq": 1}),
+        *latent_settings(),
+        *expert_sizes(256, 8, 2048),
+        _LAYERS,
+        *sigmoid_routing(8, 4, 2.5),
+        mtp_layers(),
+        *_indexer(64, interleaved=False),
+        Requires({"dsa_indexer_topk_freq": 1}),
         Implies({"dsa_indexer_skip_topk_offset": 0}),
-    )  # fmt: skip
+    )
 
     @override
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
-        heads, width = int(arguments.dsa_indexer_n_heads or 0), int(arguments.dsa_indexer_head_dim or 0)
+        heads = int(arguments.dsa_indexer_n_heads or 0)
+        width = int(arguments.dsa_indexer_head_dim or 0)
         shapes = {
             "linear_wq_b.weight": (heads * width, int(arguments.q_lora_rank or 0)),
-            "linear_wk.weight": (width, arguments.hidden_size), "k_norm.weight": (width,), "k_norm.bias": (width,),
+            "linear_wk.weight": (width, arguments.hidden_size),
+            "k_norm.weight": (width,),
+            "k_norm.bias": (width,),
             "linear_weights_proj.weight": (heads, arguments.hidden_size),
-        }  # fmt: skip
+        }
         found = shapes.get(name.rpartition(".core_attention.indexer.")[2])
         return super().shape(name, arguments) if found is None else found
 
@@ -190,8 +223,14 @@ class GlmMoEDsa(DeepSeekV32):
     architecture = "GlmMoeDsaForCausalLM"
     rules = (parts.EMBEDDING, *_rules(_computes_indices), *parts.OUTPUT, *parts.mtp_layers(_rules()))
     settings = (
-        *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
-        *sigmoid_routing(1, 1, 2.5), mtp_layers(), *_indexer(32, interleaved=True),
-        CheckedKeys("num_experts", check=_check_experts), _shared_indexers(),
-        Constant("indexer_rope_interleave", True, {}), Constant("partial_rotary_factor", 1.0, {}),
-    )  # fmt: skip
+        *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5),
+        *expert_sizes(256, 8, 2048),
+        _LAYERS,
+        *sigmoid_routing(1, 1, 2.5),
+        mtp_layers(),
+        *_indexer(32, interleaved=True),
+        CheckedKeys("num_experts", check=_check_experts),
+        _shared_indexers(),
+        Constant("indexer_rope_interleave", True, {}),
+        Constant("partial_rotary_factor", 1.0, {}),
+    )

@@ -9,7 +9,8 @@ from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, UP
 from mcore_ckpt_ext.families.settings import Constant, Mapped
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "model.layers.{layer}"
 
 
 class InternLM2(Family):
@@ -36,7 +37,14 @@ class InternLM2(Family):
     )
     without_effect = ("attn_implementation",)
     settings = (
-        *SIZES, query_groups(), IMPLIED_HEAD_SIZE, rope(), tied(by_default=False), *TRAINING, SILU,
-        RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        *SIZES,
+        query_groups(),
+        IMPLIED_HEAD_SIZE,
+        rope(),
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
+        RMS_NORM,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Constant("bias", False, NO_BIASES),
-    )  # fmt: skip
+    )

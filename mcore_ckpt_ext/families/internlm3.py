@@ -13,10 +13,11 @@ class InternLM3(Family):
 
     model_type = "internlm3"
     contained_in = "Llama"
-    architecture, alternative_architecture = "InternLM3ForCausalLM", "LlamaForCausalLM"
+    architecture = "InternLM3ForCausalLM"
+    alternative_architecture = "LlamaForCausalLM"
     rules = parts.DECODER
     settings = (
         *llama_like(epsilon=1e-5, head_dim=True, head_dim_default=128, groups=2),
         Constant("attention_bias", False, NO_BIASES),
         Forbidden("mlp_bias", "qkv_bias", "bias"),
-    )  # fmt: skip
+    )

@@ -22,9 +22,14 @@ from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires,
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.model_space.names import split_layer
 
-_ENCODED, _PATH = "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"
-_BLOCKS, _ATTENTION, _MLP = "block_configs", "attention", "ffn"
-_HEADS_IN_GROUP, _WIDTH, _NO_OP = "n_heads_in_group", "ffn_mult", "no_op"
+_ENCODED = "heterogeneous_layers_config_encoded_json"
+_PATH = "heterogeneous_layers_config_path"
+_BLOCKS = "block_configs"
+_ATTENTION = "attention"
+_MLP = "ffn"
+_HEADS_IN_GROUP = "n_heads_in_group"
+_WIDTH = "ffn_mult"
+_NO_OP = "no_op"
 _MULTIPLE = 256
 # The keys of a block's parts that can be converted; other keys must have no value.
 _KEYS = {_ATTENTION: {_NO_OP, _HEADS_IN_GROUP}, _MLP: {_NO_OP, _WIDTH, "gated", "hidden_act"}}
@@ -72,7 +77,8 @@ def _read_blocks(found: Sequence[Mapping[str, Any]], heads: int, hidden: int) ->
                     raise unrepresentable(f"{_BLOCKS}[{number}].{part}.{key}", value, "null or false")
                 if value not in (None, _NEUTRAL.get(key, value)):
                     raise unrepresentable(f"{_BLOCKS}[{number}].{part}.{key}", value, str(_NEUTRAL[key]))
-        attention, mlp = block[_ATTENTION], block[_MLP]
+        attention = block[_ATTENTION]
+        mlp = block[_MLP]
         in_group = None if attention.get(_NO_OP) else checked_size(_HEADS_IN_GROUP, attention[_HEADS_IN_GROUP])
         if in_group and heads % in_group:
             raise unrepresentable(f"{_BLOCKS}[{number}].{_HEADS_IN_GROUP}", in_group, f"a divisor of {heads} heads")
@@ -95,7 +101,8 @@ def _layers() -> Setting:
         return {_BLOCKS: json.loads(arguments.get(_ENCODED))[_BLOCKS]}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        heads = config["num_attention_heads"]
+        hidden = config["hidden_size"]
         blocks = [*_read_blocks(config[_BLOCKS], heads, hidden)]
         if len(blocks) != config["num_hidden_layers"]:
             raise unrepresentable(_BLOCKS, f"{len(blocks)} blocks", f"{config['num_hidden_layers']}, as layers")
@@ -106,15 +113,23 @@ def _layers() -> Setting:
         if positions["rope_type"] != "llama3":
             raise unrepresentable("rope_scaling", positions["rope_type"], "llama3, which Megatron requires here")
         encoded = {
-            _BLOCKS: config[_BLOCKS], "hidden_act": "silu", "hidden_size": hidden, "num_attention_heads": heads,
-            "num_hidden_layers": len(blocks), "rope_scaling": {"factor": float(positions["factor"])},
-            "rope_theta": base_of(positions), "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        }  # fmt: skip
+            _BLOCKS: config[_BLOCKS],
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_hidden_layers": len(blocks),
+            "rope_scaling": {"factor": float(positions["factor"])},
+            "rope_theta": base_of(positions),
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        }
         return {
-            _ENCODED: json.dumps(encoded, sort_keys=True), _PATH: "config.json", "use_rotary_position_embeddings": True,
-            "group_query_attention": True, "num_query_groups": groups.pop(),
+            _ENCODED: json.dumps(encoded, sort_keys=True),
+            _PATH: "config.json",
+            "use_rotary_position_embeddings": True,
+            "group_query_attention": True,
+            "num_query_groups": groups.pop(),
             "ffn_hidden_size": max(block.width or 0 for block in blocks) or 4 * hidden,
-        }  # fmt: skip
+        }
 
     def why_not(arguments: ModelArguments) -> list[str]:
         try:
@@ -157,14 +172,23 @@ class LlamaNemotron(Family):
         *parts.OUTPUT,
     )
     settings = (
-        Size("num_hidden_layers", "num_layers", counted=True), Size("hidden_size", "hidden_size"),
+        Size("num_hidden_layers", "num_layers", counted=True),
+        Size("hidden_size", "hidden_size"),
         Size("num_attention_heads", "num_attention_heads", counted=True),
-        Size("max_position_embeddings", "max_position_embeddings"), Size("vocab_size", "vocab_size"), head_size(),
-        _layers(), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
-        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), Constant("mlp_bias", False, {}),
+        Size("max_position_embeddings", "max_position_embeddings"),
+        Size("vocab_size", "vocab_size"),
+        head_size(),
+        _layers(),
+        rope(),
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
+        RMS_NORM,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Constant("mlp_bias", False, {}),
         Constant("attention_bias", False, NO_BIASES),
         Requires({"use_rope_scaling": True}),
-    )  # fmt: skip
+    )
 
     @override
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
 _POSITIONS = 2048
-_HEADS, _HEAD, _HIDDEN = 128, 64, 4096
+_HEADS = 128
+_HEAD = 64
+_HIDDEN = 4096
 
 
 def _layers() -> Setting:
@@ -29,9 +31,12 @@ def _layers() -> Setting:
         return [] if is_pure else [f"no hybrid_layer_pattern of M alone, but {pattern!r}"]
 
     return Custom(
-        ("num_hidden_layers",), lambda arguments: {"num_hidden_layers": arguments.num_layers}, to_arguments, why_not,
+        ("num_hidden_layers",),
+        lambda arguments: {"num_hidden_layers": arguments.num_layers},
+        to_arguments,
+        why_not,
         expressed=("hybrid_layer_pattern", "hybrid_override_pattern"),
-    )  # fmt: skip
+    )
 
 
 def _expand() -> Setting:
@@ -87,26 +92,50 @@ class Mamba2(NemotronH):
     architecture = "Mamba2ForCausalLM"
     bridge_provider = "mamba.mamba_provider.MambaModelProvider"
     without_effect = (
-        "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",
-        "residual_in_fp32", "chunk_size", "rms_norm", "norm_before_gate",
-    )  # fmt: skip
+        "time_step_rank",
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "rescale_prenorm_residual",
+        "residual_in_fp32",
+        "chunk_size",
+        "rms_norm",
+        "norm_before_gate",
+    )
     settings = (
-        _layers(), Size("hidden_size", "hidden_size", _HIDDEN), Size("vocab_size", "vocab_size", 32768),
-        tied(by_default=False), RMS_NORM, Mapped("initializer_range", "init_method_std", 0.1),
-        Constant("layer_norm_epsilon", 1e-5, {"layernorm_epsilon": 1e-5}), mixer_heads("num_heads", _HEADS),
-        Size("head_dim", "mamba_head_dim", _HEAD), Size("state_size", "mamba_state_dim", 128),
-        Size("n_groups", "mamba_num_groups", 8), _expand(), Constant("conv_kernel", 4, {}),
-        Constant("use_conv_bias", True, {}), Constant("hidden_act", "silu", {}),
+        _layers(),
+        Size("hidden_size", "hidden_size", _HIDDEN),
+        Size("vocab_size", "vocab_size", 32768),
+        tied(by_default=False),
+        RMS_NORM,
+        Mapped("initializer_range", "init_method_std", 0.1),
+        Constant("layer_norm_epsilon", 1e-5, {"layernorm_epsilon": 1e-5}),
+        mixer_heads("num_heads", _HEADS),
+        Size("head_dim", "mamba_head_dim", _HEAD),
+        Size("state_size", "mamba_state_dim", 128),
+        Size("n_groups", "mamba_num_groups", 8),
+        _expand(),
+        Constant("conv_kernel", 4, {}),
+        Constant("use_conv_bias", True, {}),
+        Constant("hidden_act", "silu", {}),
         Constant("use_bias", False, NO_BIASES),
-        CheckedKeys("time_step_limit", check=_check_limit), Requires({"position_embedding_type": "none"}),
+        CheckedKeys("time_step_limit", check=_check_limit),
+        Requires({"position_embedding_type": "none"}),
         # Arguments that Megatron's parser requires but no layer of the model uses.
-        Implies({
-            "is_hybrid_model": True, "ffn_hidden_size": _POSITIONS, "kv_channels": 1,
-            "max_position_embeddings": _POSITIONS, "attention_dropout": 0.0, "hidden_dropout": 0.0, "swiglu": False,
-            "bias_gelu_fusion": False,
-        }),
+        Implies(
+            {
+                "is_hybrid_model": True,
+                "ffn_hidden_size": _POSITIONS,
+                "kv_channels": 1,
+                "max_position_embeddings": _POSITIONS,
+                "attention_dropout": 0.0,
+                "hidden_dropout": 0.0,
+                "swiglu": False,
+                "bias_gelu_fusion": False,
+            }
+        ),
         _attention_heads(),
-    )  # fmt: skip
+    )
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:

@@ -40,26 +40,42 @@ class MiniMaxM2(FullWidthQKNorm):
     architecture = "MiniMaxM2ForCausalLM"
     spec = "minimax_m2.minimax_m2_provider.minimax_m2_layer_spec"
     rules = (
-        *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        Rule("model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
-             "decoder.layers.{layer}.mlp.router.expert_bias", where=with_experts, keeps_dtype=True),
-    )  # fmt: skip
+        *parts.DECODER,
+        *parts.QUERY_KEY_NORMS,
+        *parts.experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        Rule(
+            "model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
+            "decoder.layers.{layer}.mlp.router.expert_bias",
+            where=with_experts,
+            keeps_dtype=True,
+        ),
+    )
     # Keys about layers of its predecessor, and about MTP layers, whose weights are not published.
     without_effect = (
-        "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
-        "max_model_len", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp",
-        "shared_moe_mode", "router_jitter_noise",
-    )  # fmt: skip
+        "attn_type_list",
+        "layernorm_full_attention_beta",
+        "layernorm_linear_attention_beta",
+        "layernorm_mlp_beta",
+        "max_model_len",
+        "mlp_intermediate_size",
+        "mtp_transformer_layers",
+        "num_mtp_modules",
+        "use_mtp",
+        "shared_moe_mode",
+        "router_jitter_noise",
+    )
     settings = (
         *llama_like(
             head_dim=True, head_dim_default=128, groups=8, positions=rope(5000000.0, partial=1.0, width="rotary_dim")
         ),
-        Size("num_local_experts", "num_experts", 256, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
+        Size("num_local_experts", "num_experts", 256, counted=True),
+        Size("num_experts_per_tok", "moe_router_topk", 8),
         Custom(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
         Constant("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Constant("use_routing_bias", True, {"moe_router_enable_expert_bias": True}),
-        Constant("use_qk_norm", True, {"qk_layernorm": True}), Constant("qk_norm_type", "per_layer", {}),
+        Constant("use_qk_norm", True, {"qk_layernorm": True}),
+        Constant("qk_norm_type", "per_layer", {}),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         Forbidden("shared_intermediate_size", "sliding_window"),
         Requires(NO_BIASES),
-    )  # fmt: skip
+    )

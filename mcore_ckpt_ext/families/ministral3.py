@@ -15,7 +15,8 @@ from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Custom, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_BETA, _NESTED = "llama_4_scaling_beta", "rope_parameters"
+_BETA = "llama_4_scaling_beta"
+_NESTED = "rope_parameters"
 _LENGTH = "max_position_embeddings"  # repeated among the keys of RoPE, where the class does not read it
 
 
@@ -54,7 +55,7 @@ class Ministral3(Family):
         *llama_like(epsilon=1e-5, head_dim=True, head_dim_default=128, groups=8, positions=_positions()),
         sliding_window(None),
         Requires(NO_BIASES),
-    )  # fmt: skip
+    )
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:

@@ -19,9 +19,11 @@ class Mistral(Family):
     architecture = "MistralForCausalLM"
     rules = parts.DECODER
     settings = (
-        *llama_like(head_dim=True, groups=8), sliding_window(4096), Forbidden("attention_bias", "mlp_bias"),
+        *llama_like(head_dim=True, groups=8),
+        sliding_window(4096),
+        Forbidden("attention_bias", "mlp_bias"),
         Requires(NO_BIASES),
-    )  # fmt: skip
+    )
 
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:

@@ -22,8 +22,9 @@ class Mixtral(Family):
     settings = (
         # The class has no default head size, which scaled positions need (modeling_rope_utils.py of transformers 5.23).
         *llama_like(1000000.0, 1e-5, groups=8, head_dim=True),
-        experts_in_every_layer(8), Mapped("num_experts_per_tok", "moe_router_topk", 2),
+        experts_in_every_layer(8),
+        Mapped("num_experts_per_tok", "moe_router_topk", 2),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         sliding_window(None),
         Requires(NO_BIASES),
-    )  # fmt: skip
+    )

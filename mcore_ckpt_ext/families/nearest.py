@@ -67,10 +67,11 @@ def unknown_family(
     return UnsupportedCheckpointError(
         "unknown model family",
         found=f"model_type {config.get('model_type')}; nearest: {'; '.join(map(str, nearest))}{unsupported}",
-        expected="one of mcore-ckpt convert --list-families", where=where,
+        expected="one of mcore-ckpt convert --list-families",
+        where=where,
         hint="equal names do not mean equal arithmetic; map the model by a family of its own "
         "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
-    )  # fmt: skip
+    )
 
 
 def nearest_families(config: Mapping[str, Any], names: Collection[str], families: Iterable[Family]) -> list[Nearest]:
@@ -79,7 +80,8 @@ def nearest_families(config: Mapping[str, Any], names: Collection[str], families
     kinds = _kinds(names)
     found = []
     for family in families:
-        keys, tensors = sorted(present - family.mapped_keys), sorted(_unexplained(kinds, family))
+        keys = sorted(present - family.mapped_keys)
+        tensors = sorted(_unexplained(kinds, family))
         absent = {key for setting in family.settings for key in setting.keys} - config.keys()
         without = _kinds_of(family.rules) - kinds if kinds else set()
         found.append((len(keys) + len(tensors) + len(without), len(absent), Nearest(family, keys, tensors)))
@@ -120,7 +122,8 @@ def _has_parallel_blocks(config: Mapping[str, Any], kinds: set[str]) -> bool:
     if _has_true("parallel_attn", "use_parallel_residual", "parallel_residual", "parallel_attention")(config, kinds):
         return True
     norms = {kind for kind in _of_layer(kinds, r"(norm|ln_?\w*)\.weight$") if not _OF_HEADS.search(kind)}
-    attends, has_mlp = _of_layer(kinds, r"(attn|attention)\."), _of_layer(kinds, r"(mlp|feed_forward|ffn|fc_in)\.")
+    attends = _of_layer(kinds, r"(attn|attention)\.")
+    has_mlp = _of_layer(kinds, r"(mlp|feed_forward|ffn|fc_in)\.")
     return len(norms) == 1 and bool(attends) and bool(has_mlp)
 
 

@@ -20,13 +20,24 @@ class Nemotron(Family):
     model_type = "nemotron"
     architecture = "NemotronForCausalLM"
     rules = (
-        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
-        *parts.MLP_WITHOUT_GATE, *parts.BIASES_WITHOUT_GATE, *parts.layer_norms(), parts.OUTPUT[1],
-    )  # fmt: skip
+        parts.EMBEDDING,
+        *parts.attention(),
+        parts.ATTENTION_OUTPUT,
+        *parts.MLP_WITHOUT_GATE,
+        *parts.BIASES_WITHOUT_GATE,
+        *parts.layer_norms(),
+        parts.OUTPUT[1],
+    )
     settings = (
-        *SIZES, query_groups(), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING,
-        Mapped("initializer_range", "init_method_std", 0.0134), Mapped("norm_eps", "layernorm_epsilon", 1e-5),
+        *SIZES,
+        query_groups(),
+        head_size(always=True),
+        rope(partial=0.5),
+        tied(by_default=False),
+        *TRAINING,
+        Mapped("initializer_range", "init_method_std", 0.0134),
+        Mapped("norm_eps", "layernorm_epsilon", 1e-5),
         Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}),
         all_biases_or_none("attention_bias", "mlp_bias"),
         Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}),
-    )  # fmt: skip
+    )

@@ -38,11 +38,15 @@ from mcore_ckpt_ext.job.arguments.run import HYBRID_SPECS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
-MIXER, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"
+MIXER = "M"
+ATTENTION = "*"
+DENSE = "-"
+EXPERTS = "E"
 # Values of `layers_block_type`, in current and former releases of transformers.
 _KINDS = {"linear_attention": MIXER, "mamba": MIXER, "full_attention": ATTENTION, "attention": ATTENTION,
           "mlp": DENSE, "moe": EXPERTS}  # fmt: skip
-_OURS, _THEIRS = "decoder.layers.{layer}", "backbone.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "backbone.layers.{layer}"
 _LEAST_STEP = 0.001
 _HEAD = 128
 _EPSILON = 1e-5  # fixed in the norms of Megatron's mixers
@@ -102,7 +106,8 @@ RULES = (
 
 def _pattern_in(config: Config) -> str:
     """Return the pattern as transformers does: a list has precedence over it."""
-    kinds, pattern = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    pattern = config.get("hybrid_override_pattern")
     found = pattern if kinds is None else "".join(_KINDS.get(kind, "?") for kind in kinds)
     if not found or {*found} - {*_KINDS.values()} or (pattern and pattern != found):
         both = f"{pattern}, and {found} in layers_block_type" if pattern and kinds else kinds or pattern
@@ -141,7 +146,8 @@ def mixer_heads(key: str, default: int) -> Setting:
 
 
 def _epsilon() -> Setting:
-    key, name = "layer_norm_epsilon", "layernorm_epsilon"
+    key = "layer_norm_epsilon"
+    name = "layernorm_epsilon"
 
     def to_arguments(config: Config) -> dict[str, Any]:
         if config.get(key, _EPSILON) != _EPSILON and MIXER in _pattern_in(config):
@@ -239,7 +245,8 @@ class NemotronH(Family):
 
     @override
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
-        parts, hidden = rows_of_mixer(arguments), arguments.hidden_size
+        parts = rows_of_mixer(arguments)
+        hidden = arguments.hidden_size
         whole, _, part = name.rpartition(".")
         if ".mixer." in name and part in parts:
             inner = {"in_proj.weight": (hidden,), "conv1d.weight": (1, 4), "conv1d.bias": ()}

@@ -23,13 +23,18 @@ class OLMoE(FullWidthQKNorm):
     read_rules = parts.STACKED_EXPERTS
     settings = (
         *llama_like(epsilon=1e-5),
-        Size("num_experts", "num_experts", 64, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
+        Size("num_experts", "num_experts", 64, counted=True),
+        Size("num_experts_per_tok", "moe_router_topk", 8),
         Custom(
-            ("intermediate_size",), lambda arguments: {"intermediate_size": arguments.moe_ffn_hidden_size},
+            ("intermediate_size",),
+            lambda arguments: {"intermediate_size": arguments.moe_ffn_hidden_size},
             lambda config: {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]},
-            why_not_everywhere, ("moe_layer_freq", "moe_ffn_hidden_size"),
+            why_not_everywhere,
+            ("moe_layer_freq", "moe_ffn_hidden_size"),
         ),
-        normalized_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Forbidden("clip_qkv"),
+        normalized_choice(),
+        Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01),
+        Forbidden("clip_qkv"),
         Constant("attention_bias", False, NO_BIASES),
         Requires({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
-    )  # fmt: skip
+    )

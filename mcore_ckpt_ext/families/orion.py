@@ -20,14 +20,29 @@ class Orion(Family):
     architecture = "OrionForCausalLM"
     contained_in = "StableLM"
     rules = (
-        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, *parts.layer_norms(), parts.OUTPUT[1],
-    )  # fmt: skip
+        parts.EMBEDDING,
+        *parts.attention(),
+        parts.ATTENTION_OUTPUT,
+        *parts.MLP,
+        *parts.layer_norms(),
+        parts.OUTPUT[1],
+    )
     without_effect = ("max_sequence_length",)
     settings = (
-        *SIZES, query_groups(), IMPLIED_HEAD_SIZE, unscaled_rope(), tied(by_default=False), *TRAINING, SILU,
+        *SIZES,
+        query_groups(),
+        IMPLIED_HEAD_SIZE,
+        unscaled_rope(),
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
-        Requires({
-            "normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False,
-            "add_qkv_bias": False,
-        }),
-    )  # fmt: skip
+        Requires(
+            {
+                "normalization": "LayerNorm",
+                "layernorm_zero_centered_gamma": False,
+                "add_bias_linear": False,
+                "add_qkv_bias": False,
+            }
+        ),
+    )

@@ -38,13 +38,17 @@ def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int
     def size(argument: str) -> int:
         return int(arguments.value(argument) or 0)
 
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    gates, gated = 2 if is_gated(arguments) else 1, 2 if arguments.attention_output_gate else 1
+    hidden = size("hidden_size")
+    heads = size("num_attention_heads")
+    gates = 2 if is_gated(arguments) else 1
+    gated = 2 if arguments.attention_output_gate else 1
     ffn = size(
-        "moe_ffn_hidden_size" if of_experts(name)
-        else "moe_shared_expert_intermediate_size" if ".shared_experts." in name
+        "moe_ffn_hidden_size"
+        if of_experts(name)
+        else "moe_shared_expert_intermediate_size"
+        if ".shared_experts." in name
         else "ffn_hidden_size"
-    )  # fmt: skip
+    )
     latent = size("qk_head_dim") + size("qk_pos_emb_head_dim")
     values = size("v_head_dim") if arguments.multi_latent_attention else size("kv_channels")
     shapes = {
@@ -69,11 +73,16 @@ def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int
 def _norm(module: str, leaf: str, arguments: ModelArguments) -> tuple[int, ...] | None:
     latent = arguments.multi_latent_attention
     widths = {
-        "input_layernorm": "hidden_size", "pre_mlp_layernorm": "hidden_size", "final_layernorm": "hidden_size",
-        "q_layernorm": "q_lora_rank" if latent else "kv_channels", "k_layernorm": "kv_channels",
-        "kv_layernorm": "kv_lora_rank", "post_layernorm": "hidden_size",
-        "enorm": "hidden_size", "hnorm": "hidden_size",
-    }  # fmt: skip
+        "input_layernorm": "hidden_size",
+        "pre_mlp_layernorm": "hidden_size",
+        "final_layernorm": "hidden_size",
+        "q_layernorm": "q_lora_rank" if latent else "kv_channels",
+        "k_layernorm": "kv_channels",
+        "kv_layernorm": "kv_lora_rank",
+        "post_layernorm": "hidden_size",
+        "enorm": "hidden_size",
+        "hnorm": "hidden_size",
+    }
     known = module in widths and leaf in ("weight", "bias")
     return (int(arguments.value(widths[module]) or 0),) if known else None
 

@@ -9,7 +9,8 @@ from mcore_ckpt_ext.families.family import Condition, Rule, always, dense, set_i
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "model.layers.{layer}"
 
 EMBEDDING = Rule("model.embed_tokens.weight", "embedding.word_embeddings.weight")
 OUTPUT = (
@@ -70,8 +71,14 @@ MLP_WITHOUT_GATE = (Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_f
 GATE_AND_UP = Rule(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight")
 """Gate and up projection in one matrix."""
 DECODER = (
-    EMBEDDING, *attention(), ATTENTION_OUTPUT, *MLP, ATTENTION_NORM, *MLP_NORM, *OUTPUT,
-)  # fmt: skip
+    EMBEDDING,
+    *attention(),
+    ATTENTION_OUTPUT,
+    *MLP,
+    ATTENTION_NORM,
+    *MLP_NORM,
+    *OUTPUT,
+)
 """Rules of a decoder like Llama's, without experts."""
 
 
@@ -90,7 +97,8 @@ def _biases(mlp: Sequence[Rule]) -> tuple[Rule, ...]:
     return (*attention("bias", set_in("add_bias_linear")), *biases)
 
 
-BIASES, BIASES_WITHOUT_GATE = _biases(MLP), _biases(MLP_WITHOUT_GATE)
+BIASES = _biases(MLP)
+BIASES_WITHOUT_GATE = _biases(MLP_WITHOUT_GATE)
 """Rules of the biases of all matrices of a decoder without experts, for models that have them."""
 
 
@@ -104,7 +112,8 @@ def mtp_layers(rules: Sequence[Rule], final_norm: str = "shared_head.norm") -> t
         rules: rules of the decoder's layers.
         final_norm: name of the final norm in Hugging Face.
     """
-    ours, theirs = "mtp.layers.{step}", "model.layers.{next}"
+    ours = "mtp.layers.{step}"
+    theirs = "model.layers.{next}"
     of_layer = [
         replace(
             rule,
@@ -115,10 +124,12 @@ def mtp_layers(rules: Sequence[Rule], final_norm: str = "shared_head.norm") -> t
         if "{layer}" in rule.hugging_face
     ]
     return (
-        Rule(f"{theirs}.enorm.weight", f"{ours}.enorm.weight"), Rule(f"{theirs}.hnorm.weight", f"{ours}.hnorm.weight"),
-        Rule(f"{theirs}.eh_proj.weight", f"{ours}.eh_proj.weight"), *of_layer,
+        Rule(f"{theirs}.enorm.weight", f"{ours}.enorm.weight"),
+        Rule(f"{theirs}.hnorm.weight", f"{ours}.hnorm.weight"),
+        Rule(f"{theirs}.eh_proj.weight", f"{ours}.eh_proj.weight"),
+        *of_layer,
         Rule(f"{theirs}.{final_norm}.weight", f"{ours}.final_layernorm.weight"),
-    )  # fmt: skip
+    )
 
 
 REPEATED_FOR_MTP = (
@@ -142,10 +153,12 @@ def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
         "norm": "final_layernorm",
     }
     return (
-        *(Rule(f"mtp.{one}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
-          for one, other in named.items()),
+        *(
+            Rule(f"mtp.{one}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
+            for one, other in named.items()
+        ),
         *of_further_token(rules),
-    )  # fmt: skip
+    )
 
 
 def of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -190,14 +203,17 @@ STACKED_EXPERTS = (
 
 
 EXPERT_BIAS = Rule(
-    f"{_THEIRS}.mlp.gate.e_score_correction_bias", f"{_OURS}.mlp.router.expert_bias", where=with_experts,
+    f"{_THEIRS}.mlp.gate.e_score_correction_bias",
+    f"{_OURS}.mlp.router.expert_bias",
+    where=with_experts,
     keeps_dtype=True,
-)  # fmt: skip
+)
 
 
 def shared_experts(module: str) -> tuple[Rule, ...]:
     """Return the rules for the shared expert, with Hugging Face's name."""
-    ours, theirs = f"{_OURS}.mlp.shared_experts", f"{_THEIRS}.mlp.{module}"
+    ours = f"{_OURS}.mlp.shared_experts"
+    theirs = f"{_THEIRS}.mlp.{module}"
     return (
         Rule(f"{theirs}.gate_proj.weight", f"{ours}.linear_fc1.weight", GATE, with_experts),
         Rule(f"{theirs}.up_proj.weight", f"{ours}.linear_fc1.weight", UP, with_experts),

@@ -13,7 +13,8 @@ from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Neutral, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "model.layers.{layer}"
 
 
 class Phi3(Family):
@@ -26,20 +27,29 @@ class Phi3(Family):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     rules = (
-        parts.EMBEDDING, parts.ATTENTION_OUTPUT,
-        Rule(f"{_THEIRS}.self_attn.qkv_proj.weight", f"{_OURS}.self_attention.linear_qkv.weight",
-             joined(QUERY, KEY, VALUE)),
-        parts.GATE_AND_UP, parts.MLP[-1],
-        parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
-    )  # fmt: skip
+        parts.EMBEDDING,
+        parts.ATTENTION_OUTPUT,
+        Rule(
+            f"{_THEIRS}.self_attn.qkv_proj.weight",
+            f"{_OURS}.self_attention.linear_qkv.weight",
+            joined(QUERY, KEY, VALUE),
+        ),
+        parts.GATE_AND_UP,
+        parts.MLP[-1],
+        parts.ATTENTION_NORM,
+        parts.MLP_NORM[0],
+        *parts.OUTPUT,
+    )
     # A key of `longrope`, which is refused, and the dropout of embeddings, which is also Megatron's `hidden_dropout`.
     without_effect = ("original_max_position_embeddings", "embd_pdrop")
     settings = (
-        *llama_like(epsilon=1e-5, positions=unscaled_rope(partial=1.0)), Mapped("resid_pdrop", "hidden_dropout", 0.0),
-        sliding_window(None), Forbidden("attention_bias", "lm_head_bias", "mlp_bias"),
+        *llama_like(epsilon=1e-5, positions=unscaled_rope(partial=1.0)),
+        Mapped("resid_pdrop", "hidden_dropout", 0.0),
+        sliding_window(None),
+        Forbidden("attention_bias", "lm_head_bias", "mlp_bias"),
         Neutral({"full_attn_mod": 1, "interpolate_factor": 1}),  # keys of Phi-4-mini, whose own code reads neither
         Requires(NO_BIASES),
-    )  # fmt: skip
+    )
 
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:

@@ -15,9 +15,13 @@ from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, joined
 from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
-_HEAD, _WIDTH, _LENGTH, _MOST = "kv_channels", "intermediate_size", "seq_length", "max_position_embeddings"
+_HEAD = "kv_channels"
+_WIDTH = "intermediate_size"
+_LENGTH = "seq_length"
+_MOST = "max_position_embeddings"
 
 
 def _width() -> Setting:
@@ -73,22 +77,38 @@ class Qwen(Family):
     )
     # Keys about kernels, precision, and texts longer than `seq_length`.
     without_effect = (
-        "bf16", "fp16", "fp32", "use_flash_attn", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32",
-        "use_dynamic_ntk", "use_logn_attn", "emb_dropout_prob",
-    )  # fmt: skip
+        "bf16",
+        "fp16",
+        "fp32",
+        "use_flash_attn",
+        "use_cache_quantization",
+        "use_cache_kernel",
+        "softmax_in_fp32",
+        "use_dynamic_ntk",
+        "use_logn_attn",
+        "emb_dropout_prob",
+    )
     settings = (
-        Size("num_hidden_layers", "num_layers", 32, counted=True), Size("hidden_size", "hidden_size", 4096),
+        Size("num_hidden_layers", "num_layers", 32, counted=True),
+        Size("hidden_size", "hidden_size", 4096),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),
-        Size("vocab_size", "vocab_size", 151936), _width(), _heads(), IMPLIED_HEAD_SIZE,
-        NO_QUERY_GROUPS, _length(), RMS_NORM,
-        Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-6), Mapped("initializer_range", "init_method_std", 0.02),
-        Mapped("attn_dropout_prob", "attention_dropout", 0.0), Mapped("rotary_emb_base", "rotary_base", 10000),
+        Size("vocab_size", "vocab_size", 151936),
+        _width(),
+        _heads(),
+        IMPLIED_HEAD_SIZE,
+        NO_QUERY_GROUPS,
+        _length(),
+        RMS_NORM,
+        Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-6),
+        Mapped("initializer_range", "init_method_std", 0.02),
+        Mapped("attn_dropout_prob", "attention_dropout", 0.0),
+        Mapped("rotary_emb_base", "rotary_base", 10000),
         Constant("rotary_pct", 1.0, {"position_embedding_type": "rope", "rotary_percent": 1.0}),
         Constant("scale_attn_weights", True, {}),
         Constant("no_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
         Constant("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
         Requires({"swiglu": True, "rotary_interleaved": False}),
-    )  # fmt: skip
+    )
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:

@@ -35,9 +35,11 @@ class Qwen2(Family):
 
 
 _MTP_LAYER = {
-    "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
     "final_layernorm": "final_layernorm",
-}  # fmt: skip
+}
 _OF_MTP = re.compile(r"model\.mtp_layers\.(\d+)\.")
 
 
@@ -46,15 +48,23 @@ def _mtp_layers() -> tuple[Rule, ...]:
 
     Source: models/mimo/mimo_bridge.py of Megatron-Bridge (commit 067f987d).
     """
-    ours, theirs = "mtp.layers.{step}", "model.mtp_layers.{step}"
+    ours = "mtp.layers.{step}"
+    theirs = "model.mtp_layers.{step}"
     return (
-        *(Rule(f"{theirs}.{one}.weight", f"{ours}.{other}.weight", swapped=one == "input_proj")
-          for one, other in _MTP_LAYER.items()),
-        *(replace(
-            rule, hugging_face=rule.hugging_face.replace("model.layers.{layer}", theirs),
-            megatron=rule.megatron.replace("decoder.layers.{layer}", f"{ours}.transformer_layer"),
-        ) for rule in Qwen2.rules if "{layer}" in rule.hugging_face),
-    )  # fmt: skip
+        *(
+            Rule(f"{theirs}.{one}.weight", f"{ours}.{other}.weight", swapped=one == "input_proj")
+            for one, other in _MTP_LAYER.items()
+        ),
+        *(
+            replace(
+                rule,
+                hugging_face=rule.hugging_face.replace("model.layers.{layer}", theirs),
+                megatron=rule.megatron.replace("decoder.layers.{layer}", f"{ours}.transformer_layer"),
+            )
+            for rule in Qwen2.rules
+            if "{layer}" in rule.hugging_face
+        ),
+    )
 
 
 class MiMo(Qwen2):
@@ -62,7 +72,8 @@ class MiMo(Qwen2):
 
     model_type = "mimo"
     contained_in = "Qwen2"
-    architecture, alternative_architecture = "MiMoForCausalLM", "Qwen2ForCausalLM"
+    architecture = "MiMoForCausalLM"
+    alternative_architecture = "Qwen2ForCausalLM"
     without_effect = (*Qwen2.without_effect, "attention_bias")
     megatron_left_out: ClassVar[Sequence[str]] = (r"\.local_tokens_per_expert$",)
     rules = (*Qwen2.rules, *_mtp_layers())

@@ -17,13 +17,18 @@ class Qwen2MoE(Family):
     architecture = "Qwen2MoeForCausalLM"
     without_effect = ("sliding_window", "max_window_layers")
     rules = (
-        *parts.DECODER, *parts.attention("bias"), *parts.experts(), *parts.shared_experts("shared_expert"),
+        *parts.DECODER,
+        *parts.attention("bias"),
+        *parts.experts(),
+        *parts.shared_experts("shared_expert"),
         SHARED_EXPERT_GATE,
-    )  # fmt: skip
+    )
     read_rules = parts.STACKED_EXPERTS
     settings = (
-        *llama_like(groups=16), *expert_settings(60, 4, 1408), full_attention(),
+        *llama_like(groups=16),
+        *expert_settings(60, 4, 1408),
+        full_attention(),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 5632),
         Constant("qkv_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
         Requires({"moe_shared_expert_gate": True}),
-    )  # fmt: skip
+    )

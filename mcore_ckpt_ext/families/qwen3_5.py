@@ -25,12 +25,19 @@ def _further() -> Setting:
 
 def _common(groups: int) -> tuple[Setting, ...]:
     return (
-        query_groups(groups), head_size(always=True, default=256), rope(partial=0.25, ignored=OF_IMAGES),
-        tied(by_default=False), *TRAINING, SILU, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
+        query_groups(groups),
+        head_size(always=True, default=256),
+        rope(partial=0.25, ignored=OF_IMAGES),
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        *SETTINGS,
         Constant("attention_bias", False, NO_BIASES),
-        Constant("attn_output_gate", True, {}), Forbidden("mlp_only_layers", "mtp_use_dedicated_embeddings"),
+        Constant("attn_output_gate", True, {}),
+        Forbidden("mlp_only_layers", "mtp_use_dedicated_embeddings"),
         _further(),
-    )  # fmt: skip
+    )
 
 
 class Qwen35(WithOneFurtherToken):
@@ -39,9 +46,15 @@ class Qwen35(WithOneFurtherToken):
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
     rules = (
-        parts.EMBEDDING, *ATTENTION, *NET, *BY_PARTS, *parts.MLP, *parts.MLP_NORM, *parts.OUTPUT,
+        parts.EMBEDDING,
+        *ATTENTION,
+        *NET,
+        *BY_PARTS,
+        *parts.MLP,
+        *parts.MLP_NORM,
+        *parts.OUTPUT,
         *parts.one_further_token((*ATTENTION, *parts.MLP, *parts.MLP_NORM)),
-    )  # fmt: skip
+    )
     without_effect = ("mamba_ssm_dtype",)
     settings = (*SIZES, *_common(4))
 
@@ -56,21 +69,32 @@ class Qwen35MoE(WithOneFurtherToken):
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
     rules = (
-        parts.EMBEDDING, *ATTENTION, *NET, *BY_PARTS, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
+        parts.EMBEDDING,
+        *ATTENTION,
+        *NET,
+        *BY_PARTS,
+        *EXPERTS,
+        *parts.MLP_NORM,
+        *parts.OUTPUT,
         *parts.one_further_token((*ATTENTION, *EXPERTS, *parts.MLP_NORM)),
-    )  # fmt: skip
+    )
     read_rules = (*parts.STACKED_EXPERTS, *parts.of_further_token(parts.STACKED_EXPERTS))
     without_effect = ("mamba_ssm_dtype", "intermediate_size")
     settings = (
-        *(size for size in SIZES if size.keys != ("intermediate_size",)), *_common(2), expert_count(256),
+        *(size for size in SIZES if size.keys != ("intermediate_size",)),
+        *_common(2),
+        expert_count(256),
         Custom(
-            (), lambda arguments: {},
+            (),
+            lambda arguments: {},
             lambda config: {"moe_layer_freq": 1, "ffn_hidden_size": config.get("moe_intermediate_size", 512)},
-            _why_not, expressed=("moe_layer_freq",),
+            _why_not,
+            expressed=("moe_layer_freq",),
         ),
-        Size("num_experts_per_tok", "moe_router_topk", 8), Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
+        Size("num_experts_per_tok", "moe_router_topk", 8),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         Constant("norm_topk_prob", True, {"moe_router_pre_softmax": False}),
         Requires({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
-    )  # fmt: skip
+    )

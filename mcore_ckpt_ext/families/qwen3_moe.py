@@ -19,7 +19,9 @@ class Qwen3MoE(Family):
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts())
     read_rules = parts.STACKED_EXPERTS
     settings = (
-        *llama_like(head_dim=True, groups=4), *expert_settings(128, 8, 768), full_attention(reaches=has_window(4096)),
+        *llama_like(head_dim=True, groups=4),
+        *expert_settings(128, 8, 768),
+        full_attention(reaches=has_window(4096)),
         Requires({"qk_layernorm": True}),
         Constant("attention_bias", False, NO_BIASES),
-    )  # fmt: skip
+    )

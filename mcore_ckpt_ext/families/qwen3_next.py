@@ -40,17 +40,31 @@ class Qwen3Next(WithOneFurtherToken):
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
     rules = (
-        parts.EMBEDDING, *ATTENTION, *NET, *BY_HEADS, *parts.MLP, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
+        parts.EMBEDDING,
+        *ATTENTION,
+        *NET,
+        *BY_HEADS,
+        *parts.MLP,
+        *EXPERTS,
+        *parts.MLP_NORM,
+        *parts.OUTPUT,
         *parts.one_further_token((*ATTENTION, *parts.MLP, *EXPERTS, *parts.MLP_NORM)),
-    )  # fmt: skip
+    )
     read_rules = parts.STACKED_EXPERTS
     without_effect = ("use_sliding_window", "max_window_layers")
     settings = (
-        *SIZES, query_groups(2), head_size(always=True, default=256), rope(partial=0.25), tied(by_default=False),
-        *TRAINING, SILU, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
+        *SIZES,
+        query_groups(2),
+        head_size(always=True, default=256),
+        rope(partial=0.25),
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        *SETTINGS,
         *expert_settings(512, 10, 512, normalized=True),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
         Constant("attention_bias", False, NO_BIASES),
         Requires({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
         Custom((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_mtp_layers),
-    )  # fmt: skip
+    )

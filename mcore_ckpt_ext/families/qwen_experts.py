@@ -10,9 +10,10 @@ from mcore_ckpt_ext.families.settings import Coefficient, Custom, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 SHARED_EXPERT_GATE = Rule(
-    "model.layers.{layer}.mlp.shared_expert_gate.weight", "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
+    "model.layers.{layer}.mlp.shared_expert_gate.weight",
+    "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
     where=with_experts,
-)  # fmt: skip
+)
 
 
 def expert_layers() -> Setting:
@@ -77,8 +78,10 @@ def expert_settings(count: int, chosen: int, width: int, *, normalized: bool = F
         normalized: the probabilities of the chosen experts are normalized.
     """
     return (
-        expert_count(count), expert_layers(), normalized_choice(normalized),
+        expert_count(count),
+        expert_layers(),
+        normalized_choice(normalized),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
-    )  # fmt: skip
+    )

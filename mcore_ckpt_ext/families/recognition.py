@@ -65,13 +65,60 @@ from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 FAMILIES: tuple[Family, ...] = (
-    GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
-    KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
-    GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
-    DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
-    GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(), DeepSeekMoE(),
-    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(), SarvamMoE(), LlamaNemotron(), Dots1(),
-)  # fmt: skip
+    GPT2(),
+    Llama(),
+    Mistral(),
+    Qwen2(),
+    Qwen3(),
+    Mixtral(),
+    Qwen2MoE(),
+    Qwen3MoE(),
+    DeepSeekV2(),
+    DeepSeekV3(),
+    KimiK2(),
+    Gemma2(),
+    Glm4MoE(),
+    SeedOss(),
+    Ernie45(),
+    SmolLM3(),
+    StarCoder2(),
+    Phi3(),
+    Arcee(),
+    MiniMaxM2(),
+    OLMoE(),
+    GptOss(),
+    Qwen3Next(),
+    Qwen35(),
+    Qwen35MoE(),
+    Gemma3(),
+    Glm4MoELite(),
+    InternLM3(),
+    MiMo(),
+    DeepSeekV32(),
+    GlmMoEDsa(),
+    NemotronH(),
+    StableLM(),
+    GPTBigCode(),
+    Nemotron(),
+    Glm(),
+    Ministral3(),
+    Gemma(),
+    GPTNeoX(),
+    HyV3(),
+    ExaoneMoE(),
+    InternLM2(),
+    ChatGLM(),
+    Qwen(),
+    DeepSeekMoE(),
+    Exaone(),
+    Orion(),
+    BailingMoeV2(),
+    BailingMoE(),
+    Mamba2(),
+    SarvamMoE(),
+    LlamaNemotron(),
+    Dots1(),
+)
 _SHOWN = 4
 _LISTED = "one of mcore-ckpt convert --list-families"
 
@@ -112,10 +159,12 @@ def family_named(name: str) -> Family:
     similar = get_close_matches(name.lower(), {known.lower(): known for known in _names()}, n=1)
     meant = next((known for known in _names() if [known.lower()] == similar), None)
     raise UnsupportedCheckpointError(
-        "unknown model family", found=name, expected=_LISTED,
+        "unknown model family",
+        found=name,
+        expected=_LISTED,
         hint=(f"did you mean --family {meant}? Or" if meant else "or")
         + " pass your own class (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
-    )  # fmt: skip
+    )
 
 
 def registered_here() -> tuple[RegisteredFamily, ...]:
@@ -142,9 +191,11 @@ def _from_file(path: str, name: str) -> Family:
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Family)):
         raise UnsupportedCheckpointError(
-            "the file has no family of that name", found=name, expected="a class derived from families.family.Family",
+            "the file has no family of that name",
+            found=name,
+            expected="a class derived from families.family.Family",
             where=path,
-        )  # fmt: skip
+        )
     return found()
 
 
@@ -170,10 +221,12 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
     kind = str(config.get("model_type"))
     if why := NOT_IN_MEGATRON.get(kind):
         raise UnsupportedCheckpointError(
-            "Megatron Core has no such model, up to 0.19.2", found=f"model_type {kind}: {why}", where=where,
+            "Megatron Core has no such model, up to 0.19.2",
+            found=f"model_type {kind}: {why}",
+            where=where,
             hint="to map it to layers of your own (python -m pydoc mcore_ckpt_ext.families.family): --family "
             "path.py:Name",
-        )  # fmt: skip
+        )
     raise unknown_family(config, names(), FAMILIES, where)
 
 
@@ -187,10 +240,12 @@ def _check_class(family: Family, classes: object, where: str) -> None:
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and name in others:
             raise UnsupportedCheckpointError(
-                "config.json names two model families", found=f"model_type {family.model_type}, architectures {name}",
-                expected=family.architecture, where=where,
+                "config.json names two model families",
+                found=f"model_type {family.model_type}, architectures {name}",
+                expected=family.architecture,
+                where=where,
                 hint=f"correct it, or choose: --family {family.name}, or --family {others[name]}",
-            )  # fmt: skip
+            )
 
 
 def family_of_megatron(
@@ -227,21 +282,25 @@ def family_of_megatron(
         return fitting[0]
     if fitting:
         raise UnsupportedCheckpointError(
-            "the checkpoint fits several model families", found=", ".join(found.family.described for found in fitting),
-            where=where, hint=f"choose one: --family {fitting[0].family.name}",
-        )  # fmt: skip
+            "the checkpoint fits several model families",
+            found=", ".join(found.family.described for found in fitting),
+            where=where,
+            hint=f"choose one: --family {fitting[0].family.name}",
+        )
     fits.sort(key=lambda found: (not found.by_names, len(found.reasons)))
     raise UnsupportedCheckpointError(
-        "the checkpoint matches no known model family" if wanted is None else
-        f"the checkpoint does not match the model family {wanted.name}",
+        "the checkpoint matches no known model family"
+        if wanted is None
+        else f"the checkpoint does not match the model family {wanted.name}",
         found="; ".join(
-            f"{found.family.name} does not match: "
-            f"{', '.join(found.summary)}" for found in fits[: 1 if fits[0].by_names else 3]
+            f"{found.family.name} does not match: {', '.join(found.summary)}"
+            for found in fits[: 1 if fits[0].by_names else 3]
         ),
-        expected=_LISTED, where=where,
+        expected=_LISTED,
+        where=where,
         hint="write its family (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name; or choose --to "
         "canonical, which stores every tensor under its name",
-    )  # fmt: skip
+    )
 
 
 def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:

@@ -30,10 +30,16 @@ _OF_KIND = {
     "dynamic": {"factor"},
     "llama3": {"factor", *_LLAMA_3},
     "yarn": {
-        "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
-        "beta_slow", "truncate",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
     },
-}  # fmt: skip
+}
 
 
 def rope_parameters(
@@ -105,9 +111,14 @@ def base_of(found: Mapping[str, Any]) -> float:
 
 
 def rope(
-    theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = "",
-    scaling: Mapping[str, Any] | None = None, ignored: Collection[str] = (),
-) -> Setting:  # fmt: skip
+    theta: float = 10000.0,
+    *,
+    partial: float | None = None,
+    interleaved: bool = False,
+    width: str = "",
+    scaling: Mapping[str, Any] | None = None,
+    ignored: Collection[str] = (),
+) -> Setting:
     """Return the setting of RoPE: unscaled, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
     Frequencies that change for texts longer than `max_position_embeddings` (`dynamic`) are read as unscaled ones.
@@ -135,9 +146,12 @@ def rope(
             found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)
         arguments = {
-            "position_embedding_type": "rope", "rotary_base": base_of(found), "use_rope_scaling": False,
-            "rotary_percent": part, "rotary_interleaved": interleaved,
-        }  # fmt: skip
+            "position_embedding_type": "rope",
+            "rotary_base": base_of(found),
+            "use_rope_scaling": False,
+            "rotary_percent": part,
+            "rotary_interleaved": interleaved,
+        }
         if part != 1.0 and (partial is None or kind != "default"):
             raise unrepresentable("partial_rotary_factor", part, "1.0")
         return arguments | _scaling_to_arguments(kind, found, config)
@@ -145,20 +159,28 @@ def rope(
     def why_not(arguments: ModelArguments) -> list[str]:
         kind = arguments.position_embedding_type
         scaled = kind == "yarn" or arguments.use_rope_scaling or arguments.rotary_seq_len_interpolation_factor
-        needed = {
-            "rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial is None or scaled else {})
-        }  # fmt: skip
+        needed = {"rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial is None or scaled else {})}
         return mismatches(needed, arguments) + (
             [] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"]
         )
 
     return Custom(
-        (*KEYS, "partial_rotary_factor", *([width] if width else [])), to_config, to_arguments, why_not,
+        (*KEYS, "partial_rotary_factor", *([width] if width else [])),
+        to_config,
+        to_arguments,
+        why_not,
         expressed=(
-            "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",
-            "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *_YARN.values(), *_MSCALES,
+            "position_embedding_type",
+            "rotary_base",
+            "rotary_percent",
+            "rotary_interleaved",
+            "use_rope_scaling",
+            "rope_scaling_factor",
+            "rotary_seq_len_interpolation_factor",
+            *_YARN.values(),
+            *_MSCALES,
         ),
-    )  # fmt: skip
+    )
 
 
 def _scaling_to_config(arguments: ModelArguments) -> dict[str, Any] | None:
@@ -204,8 +226,10 @@ def unscaled_rope(*, partial: float | None = None) -> Setting:
 
     def why_not(arguments: ModelArguments) -> list[str]:
         unscaled = {
-            "position_embedding_type": "rope", "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None,
-        }  # fmt: skip
+            "position_embedding_type": "rope",
+            "use_rope_scaling": False,
+            "rotary_seq_len_interpolation_factor": None,
+        }
         return [*dict.fromkeys(any_kind.mismatches(arguments) + mismatches(unscaled, arguments))]
 
     return Custom(any_kind.keys, any_kind.config, to_arguments, why_not, [*any_kind.expresses])
@@ -213,9 +237,12 @@ def unscaled_rope(*, partial: float | None = None) -> Setting:
 
 # YaRN without latent attention: Megatron's arguments by Hugging Face's keys.
 _YARN = {
-    "factor": "rotary_scaling_factor", "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "truncate": "yarn_correction_range_round_to_int",
-}  # fmt: skip
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+}
 _MSCALES = ("mscale", "mscale_all_dim")
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
@@ -225,7 +252,8 @@ def _yarn_to_config(arguments: ModelArguments) -> dict[str, Any]:
     for key, usual in (*_BETAS.items(), ("truncate", True)):
         if settings[key] == usual:
             del settings[key]
-    mscale, all_dim = arguments.mscale, arguments.mscale_all_dim
+    mscale = arguments.mscale
+    all_dim = arguments.mscale_all_dim
     if mscale and all_dim:
         settings |= {"mscale": mscale, "mscale_all_dim": all_dim}
     elif (mscale, all_dim) != (1.0, 0.0):
@@ -237,11 +265,13 @@ def _yarn_to_arguments(found: Mapping[str, Any], config: Config) -> dict[str, An
     factor, original = yarn_lengths(found, config)
     mscale, all_dim = mscales(found, factor)
     return {
-        "rotary_scaling_factor": factor, "yarn_original_max_position_embeddings": original,
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": original,
         **{_YARN[key]: float(found.get(key) or absent) for key, absent in _BETAS.items()},
         "yarn_correction_range_round_to_int": bool(found.get("truncate", True)),
-        "mscale": mscale, "mscale_all_dim": all_dim,
-    }  # fmt: skip
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+    }
 
 
 def yarn_lengths(found: Mapping[str, Any], config: Config) -> tuple[float, int]:
@@ -269,7 +299,9 @@ def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) ->
     Raises:
         UnsupportedCheckpointError: no values of the arguments result in this factor.
     """
-    mscale, all_dim, wanted = found.get("mscale"), found.get("mscale_all_dim"), found.get("attention_factor")
+    mscale = found.get("mscale")
+    all_dim = found.get("mscale_all_dim")
+    wanted = found.get("attention_factor")
     if wanted is None and mscale and all_dim:
         return mscale, all_dim
     kept = float(all_dim or 0.0) if latent else 0.0

@@ -46,9 +46,11 @@ def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
         places = {
             # In Hugging Face a head's gate follows its queries; in Megatron a group's gates follow all of its queries.
             "query": [(at, 1) for query in range(queries) for at in range(query, queries + gates, queries)]
-            if gates else [(0, queries)],
-            "key": [(queries + gates, 1)], "value": [(queries + gates + 1, 1)],
-        }[which]  # fmt: skip
+            if gates
+            else [(0, queries)],
+            "key": [(queries + gates, 1)],
+            "value": [(queries + gates + 1, 1)],
+        }[which]
         for group in range(groups):
             for first, count in places:
                 yield (group * (queries + gates + 2) + first) * head, count * head
@@ -63,7 +65,8 @@ def _half(which: int) -> Callable[[int, ModelArguments], Sequence[Span]]:
 
 WHOLE = Rows(_whole)
 QUERY, KEY, VALUE = (Rows(_of_groups(which)) for which in ("query", "key", "value"))
-GATE, UP = Rows(_half(0)), Rows(_half(1))
+GATE = Rows(_half(0))
+UP = Rows(_half(1))
 GATE_AND_UP_BY_TURNS = Rows(_whole, interleaved=2)
 """Alternating rows of gate and up projection (gpt-oss)."""
 

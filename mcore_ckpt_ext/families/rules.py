@@ -134,14 +134,19 @@ def _rule_tensor(
     turned = rule.rows.transposed
     return HuggingFaceTensor(
         rule.hugging_face.format(expert=expert, **places),
-        (*inner, rows) if turned else (rows, *inner), regions, turned, rule.rows.interleaved, rule.rows.shift,
+        (*inner, rows) if turned else (rows, *inner),
+        regions,
+        turned,
+        rule.rows.interleaved,
+        rule.rows.shift,
         rule.keeps_dtype,
-    )  # fmt: skip
+    )
 
 
 def _halves_swapped(region: Region) -> Iterator[Region]:
     """Return the regions of a matrix with the halves of each row exchanged."""
-    rows, half = range(region.offsets[0], region.offsets[0] + region.sizes[0]), region.sizes[1] // 2
+    rows = range(region.offsets[0], region.offsets[0] + region.sizes[0])
+    half = region.sizes[1] // 2
     return (Region(region.name, (row, start), (1, half)) for row in rows for start in (half, 0))
 
 
@@ -165,7 +170,8 @@ def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple
     inner: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         for region in tensor.regions:
-            name, behind = region.name, region.offsets[1:]
+            name = region.name
+            behind = region.offsets[1:]
             spans.setdefault((name, behind), []).append((region.offsets[0], region.sizes[0]))
             ends = tuple(offset + size for offset, size in zip(behind, region.sizes[1:], strict=True))
             inner[name] = max(ends, inner.get(name, ends))
@@ -176,8 +182,9 @@ def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple
             if start != end:
                 raise UnsupportedCheckpointError(
                     "the family's rules omit or repeat rows of a parameter",
-                    found=f"row {start} after row {end - 1}", where=name,
-                )  # fmt: skip
+                    found=f"row {start} after row {end - 1}",
+                    where=name,
+                )
             end += count
         shapes[name] = (end, *inner[name])
     return shapes

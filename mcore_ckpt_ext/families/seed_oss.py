@@ -18,6 +18,8 @@ class SeedOss(Family):
     settings = (
         *llama_like(head_dim=True, head_dim_default=128, groups=8),
         Constant("attention_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
-        Constant("attention_out_bias", False, {}), Constant("mlp_bias", False, {}),
-        Mapped("attention_dropout", "attention_dropout", 0.1), Mapped("residual_dropout", "hidden_dropout", 0.1),
-    )  # fmt: skip
+        Constant("attention_out_bias", False, {}),
+        Constant("mlp_bias", False, {}),
+        Mapped("attention_dropout", "attention_dropout", 0.1),
+        Mapped("residual_dropout", "hidden_dropout", 0.1),
+    )

@@ -68,10 +68,12 @@ class Mapped(Setting):
             raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
         if value is None and self.default is not None:  # transformers keeps null, so Megatron's value would differ
             raise UnsupportedCheckpointError(
-                "config.json has a key without a value", found=f"{self.key}: null",
-                expected=f"a value, or no such key, which means {self.default}", where="config.json",
+                "config.json has a key without a value",
+                found=f"{self.key}: null",
+                expected=f"a value, or no such key, which means {self.default}",
+                where="config.json",
                 hint="set the value used in training",
-            )  # fmt: skip
+            )
         return {self.argument: value}
 
 
@@ -188,7 +190,8 @@ class CheckedKeys(Setting):
     """Keys that a function checks when a folder is read; never written."""
 
     def __init__(self, *keys: str, check: Callable[[Config], None]) -> None:
-        self.keys, self._check = keys, check
+        self.keys = keys
+        self._check = check
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:

@@ -23,14 +23,16 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 def _rotated(arguments: ModelArguments) -> dict[str, Any]:
     """Return 1 for each layer with RoPE; in Megatron's pattern, 1 is a layer without."""
-    pattern, layers = arguments.no_rope_freq or [0], range(arguments.num_layers)
+    pattern = arguments.no_rope_freq or [0]
+    layers = range(arguments.num_layers)
     if isinstance(pattern, int):
         pattern = [*([0] * (pattern - 1)), 1]
     return {"no_rope_layers": [1 - pattern[layer % len(pattern)] for layer in layers]}
 
 
 def _skipping(config: Config) -> dict[str, Any]:
-    interval, layers = config.get("no_rope_layer_interval", 4), range(config["num_hidden_layers"])
+    interval = config.get("no_rope_layer_interval", 4)
+    layers = range(config["num_hidden_layers"])
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
     if len(rotated) < len(layers):
         raise unrepresentable("no_rope_layers", rotated, f"an entry for each of {len(layers)} layers")
@@ -46,11 +48,21 @@ class SmolLM3(Family):
     rules = (*parts.DECODER, *parts.BIASES)
     without_effect = ("sliding_window", "max_window_layers", "no_rope_layer_interval")
     settings = (
-        *SIZES, query_groups(4), rope(2000000.0), tied(by_default=True), *TRAINING, SILU, RMS_NORM,
+        *SIZES,
+        query_groups(4),
+        rope(2000000.0),
+        tied(by_default=True),
+        *TRAINING,
+        SILU,
+        RMS_NORM,
         full_attention(reaches=has_window(None)),
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         all_biases_or_none("attention_bias", "mlp_bias"),
-        Custom(("no_rope_layers",), _rotated, _skipping, expressed=("no_rope_freq",), why_not=lambda arguments: (
-            [] if arguments.no_rope_freq else ["positions in every layer"]
-        )),
-    )  # fmt: skip
+        Custom(
+            ("no_rope_layers",),
+            _rotated,
+            _skipping,
+            expressed=("no_rope_freq",),
+            why_not=lambda arguments: [] if arguments.no_rope_freq else ["positions in every layer"],
+        ),
+    )

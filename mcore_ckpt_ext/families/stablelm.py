@@ -24,13 +24,25 @@ class StableLM(Family):
     model_type = "stablelm"
     architecture = "StableLmForCausalLM"
     rules = (
-        parts.EMBEDDING, *parts.attention(), *parts.attention("bias", set_in("add_qkv_bias")), parts.ATTENTION_OUTPUT,
-        *parts.MLP, *parts.layer_norms(), parts.OUTPUT[1],
-    )  # fmt: skip
+        parts.EMBEDDING,
+        *parts.attention(),
+        *parts.attention("bias", set_in("add_qkv_bias")),
+        parts.ATTENTION_OUTPUT,
+        *parts.MLP,
+        *parts.layer_norms(),
+        parts.OUTPUT[1],
+    )
     settings = (
-        *SIZES, query_groups(32), IMPLIED_HEAD_SIZE, rope(partial=0.25), tied(by_default=False), *TRAINING, SILU,
-        Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5), Mapped("hidden_dropout", "hidden_dropout", 0.0),
+        *SIZES,
+        query_groups(32),
+        IMPLIED_HEAD_SIZE,
+        rope(partial=0.25),
+        tied(by_default=False),
+        *TRAINING,
+        SILU,
+        Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5),
+        Mapped("hidden_dropout", "hidden_dropout", 0.0),
         Mapped("use_qkv_bias", "add_qkv_bias", False),
         Forbidden(qk_layernorm=_NORMS_OF_HEADS, use_parallel_residual=PARALLEL_BLOCKS),
         Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False}),
-    )  # fmt: skip
+    )

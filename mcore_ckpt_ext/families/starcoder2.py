@@ -9,7 +9,8 @@ from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
 
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+_OURS = "decoder.layers.{layer}"
+_THEIRS = "model.layers.{layer}"
 
 
 def _rules(leaf: str) -> tuple[Rule, ...]:
@@ -29,10 +30,17 @@ class StarCoder2(Family):
     rules = (parts.EMBEDDING, *_rules("weight"), *_rules("bias"), *parts.layer_norms(), parts.OUTPUT[1])
     without_effect = ("embedding_dropout", "norm_type", "mlp_type")
     settings = (
-        *SIZES, query_groups(2), head_size(), rope(), tied(by_default=True), *TRAINING, sliding_window(None),
+        *SIZES,
+        query_groups(2),
+        head_size(),
+        rope(),
+        tied(by_default=True),
+        *TRAINING,
+        sliding_window(None),
         Mapped("initializer_range", "init_method_std", 0.018042),
-        Mapped("norm_epsilon", "layernorm_epsilon", 1e-5), Mapped("residual_dropout", "hidden_dropout", 0.0),
+        Mapped("norm_epsilon", "layernorm_epsilon", 1e-5),
+        Mapped("residual_dropout", "hidden_dropout", 0.0),
         gelu("hidden_act"),
         Constant("use_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
         Requires({"normalization": "LayerNorm"}),
-    )  # fmt: skip
+    )

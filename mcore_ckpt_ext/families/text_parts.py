@@ -17,32 +17,62 @@ from mcore_ckpt_ext.families.family import HuggingFaceTensor
 
 # The family of the language model by the type of the whole model.
 TEXT_OF: Mapping[str, str] = {
-    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
-    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
-    "kimi_k25": "deepseek_v3", "mistral3": "mistral", "glm4v_moe": "glm4_moe", "voxtral": "llama",
-    "qwen2_audio": "qwen2", "qwen3_asr": "qwen3", "qwen2_5_omni": "qwen2", "qwen2_5_omni_thinker": "qwen2",
-    "qwen3_omni_moe": "qwen3_moe", "qwen3_omni_moe_thinker": "qwen3_moe", "NemotronH_Nano_VL_V2": "nemotron_h",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
+    "kimi_vl": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+    "mistral3": "mistral",
+    "glm4v_moe": "glm4_moe",
+    "voxtral": "llama",
+    "qwen2_audio": "qwen2",
+    "qwen3_asr": "qwen3",
+    "qwen2_5_omni": "qwen2",
+    "qwen2_5_omni_thinker": "qwen2",
+    "qwen3_omni_moe": "qwen3_moe",
+    "qwen3_omni_moe_thinker": "qwen3_moe",
+    "NemotronH_Nano_VL_V2": "nemotron_h",
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h",
-}  # fmt: skip
+}
 # Types with language models of several families, which `text_config` names.
 _NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3"), "voxtral": ("llama", "mistral")}
 # Keys of the part that understands, in a model that also speaks, and of the language model.
-_THINKER, _TEXT = "thinker_config", ("text_config", "llm_config")
+_THINKER = "thinker_config"
+_TEXT = ("text_config", "llm_config")
 # Values that a class uses regardless of its `config.json`.
 _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
 # Defaults of the class that differ from those of the family's own class.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "glm4v_moe": {"attention_bias": True}, "qwen3_omni_moe": {"norm_topk_prob": True},
+    "glm4v_moe": {"attention_bias": True},
+    "qwen3_omni_moe": {"norm_topk_prob": True},
     "qwen3_omni_moe_thinker": {"norm_topk_prob": True},
-}  # fmt: skip
+}
 _OF_IMAGES = (
-    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-    "vision_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
-    "media_placeholder_token_id", "ignore_index", "multimodal_projector_bias", "projector_hidden_act",
-    "spatial_merge_size", "vision_feature_layer",
-)  # fmt: skip
-_TIED, _OF_THE_FILE = "tie_word_embeddings", ("quantization_config", "torch_dtype", "dtype")
-_ROPE, _AXES = ("rope_scaling", "rope_parameters"), ("mrope_section", "mrope_interleaved")
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+    "image_token_index",
+    "boi_token_index",
+    "eoi_token_index",
+    "mm_tokens_per_image",
+    "media_placeholder_token_id",
+    "ignore_index",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_feature_layer",
+)
+_TIED = "tie_word_embeddings"
+_OF_THE_FILE = ("quantization_config", "torch_dtype", "dtype")
+_ROPE = ("rope_scaling", "rope_parameters")
+_AXES = ("mrope_section", "mrope_interleaved")
 _NAMES = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|thinker\.model\.)"), "model."),
     (re.compile(r"^(language_model|thinker)\.lm_head\."), "lm_head."),
@@ -60,7 +90,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     Returns:
         None if it is no part of a larger model.
     """
-    whole_kind, inside = str(config.get("model_type")), text_section(config)
+    whole_kind = str(config.get("model_type"))
+    inside = text_section(config)
     if whole_kind == "ministral3" and isinstance(inside, Mapping):  # the first release of Ministral 3
         whole_kind = "mistral3"
     kind = TEXT_OF.get(whole_kind)
@@ -106,7 +137,8 @@ def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any])
 
     As in transformers (`Transpose` with `check_dims`, conversion_mapping.py, 5.23), a matching shape is not changed.
     """
-    hidden, width = config.get("hidden_size"), config.get("moe_intermediate_size")
+    hidden = config.get("hidden_size")
+    width = config.get("moe_intermediate_size")
     gate_and_up, down = (name.endswith(f".mlp.experts.{one}_proj") for one in ("gate_up", "down"))
     if not (gate_and_up or down) or type(hidden) is not int or type(width) is not int or len(shape) != 3:
         return None
@@ -126,9 +158,11 @@ def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
     if rows == columns:
         raise UnsupportedCheckpointError(
             "the orientation of expert matrices can only be recognized by their shape",
-            found=f"{rows} x {columns}", expected="matrices that are no squares", where=tensor.name,
+            found=f"{rows} x {columns}",
+            expected="matrices that are no squares",
+            where=tensor.name,
             hint="only a model whose expert width differs from its hidden size can be converted",
-        )  # fmt: skip
+        )
     return replace(tensor, shape=(count, columns, rows), transposed=True)
 
 

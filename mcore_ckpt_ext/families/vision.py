@@ -148,11 +148,13 @@ class VisionTower:
         check_plain({**plain, **found, _SECTIONS: section})
         axes = {"position_embedding_type": "mrope", _SECTIONS: section} if self.axes else {}
         return {
-            **found, **axes, "_target_": f"megatron.bridge.models.{self.provider}",
+            **found,
+            **axes,
+            "_target_": f"megatron.bridge.models.{self.provider}",
             "scatter_embedding_sequence_parallel": False,
             "vision_config": {**plain, "_target_": f"transformers.models.{self.config_class}"},
             **(self.further(config) if self.further else {}),
-        }  # fmt: skip
+        }
 
     def _check_fixed(self, vision: Mapping[str, Any]) -> None:
         rope: Mapping[str, Any] = next((vision[key] for key in _ROPE if isinstance(vision.get(key), Mapping)), {})
@@ -163,9 +165,11 @@ class VisionTower:
             wrong.append(f"rope_theta: {rope['rope_theta']}")
         if wrong:
             raise UnsupportedCheckpointError(
-                "Megatron-Bridge has no such model", found=", ".join(wrong), expected="what released models have",
+                "Megatron-Bridge has no such model",
+                found=", ".join(wrong),
+                expected="what released models have",
                 where="config.json, vision_config",
-            )  # fmt: skip
+            )
 
     def mismatches(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return contradictions between a `config.json` and the shapes of the vision tower in Megatron."""
@@ -178,7 +182,8 @@ class VisionTower:
             value = vision.get(key)
             if (len(value) if isinstance(value, (list, tuple)) else value) != size:
                 found.append(f"{key} is {value} in vision_config, and {size} by the tensors")
-        section, head = sections_of(config), _head_size(config)
+        section = sections_of(config)
+        head = _head_size(config)
         if self.axes and head is not None and 2 * sum(section or ()) != head:
             found.append(f"{_SECTIONS} is {section}, and heads have {head} elements")
         return found if found or self.unlike is None else [*self.unlike(vision, shapes)]
@@ -235,9 +240,10 @@ def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]
     """Yield the rows of all queries, all keys, all values of a parameter that stores them head by head."""
     if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
         raise UnsupportedCheckpointError(
-            "the rows of a parameter do not match the number of heads", found=f"{shape[0]} rows, {heads} heads",
+            "the rows of a parameter do not match the number of heads",
+            found=f"{shape[0]} rows, {heads} heads",
             where=name,
-        )  # fmt: skip
+        )
     rows = shape[0] // (_PARTS * heads)
     for part in range(_PARTS):
         for head in range(heads):

@@ -19,17 +19,34 @@ _SPELLINGS = (
 )
 # Values of the configuration classes for keys that a published `config.json` may leave out.
 _QWEN2_5 = {
-    "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "out_hidden_size": 3584, "patch_size": 14,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
-}  # fmt: skip
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
 _QWEN3 = {
-    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 3584, "patch_size": 16,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 2304,
-}  # fmt: skip
-_SIGLIP = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_channels": 3, "image_size": 224,
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
     "patch_size": 16,
-}  # fmt: skip
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "num_position_embeddings": 2304,
+}
+_SIGLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+}
 _CLIP = {**_SIGLIP, "patch_size": 32}
 
 
@@ -49,7 +66,8 @@ def vision_shapes(config: Mapping[str, Any]) -> Shapes | None:
     Returns:
         None if this package does not know the tower, or the configuration does not determine it.
     """
-    vision, known = config.get("vision_config"), _TOWERS.get(str(config.get("model_type")))
+    vision = config.get("vision_config")
+    known = _TOWERS.get(str(config.get("model_type")))
     if known is None or not isinstance(vision, Mapping):
         return None
     defaults, shapes_of = known
@@ -70,12 +88,14 @@ def _norm(name: str, size: int) -> Shapes:
 
 def _patches(name: str, sizes: Mapping[str, int]) -> Shapes:
     """Return the shape of a projection of patches over several images."""
-    side, width = sizes["patch_size"], sizes["hidden_size"]
+    side = sizes["patch_size"]
+    width = sizes["hidden_size"]
     return {f"{name}.weight": (width, sizes["in_channels"], sizes["temporal_patch_size"], side, side)}
 
 
 def _qwen2_5(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[str, Any]) -> Shapes:
-    width, wide = sizes["hidden_size"], sizes["intermediate_size"]
+    width = sizes["hidden_size"]
+    wide = sizes["intermediate_size"]
     found = _patches("visual.patch_embed.proj", sizes)
     for number in range(sizes["depth"]):
         block = f"visual.blocks.{number}"
@@ -93,7 +113,8 @@ def _qwen3(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[
     after = vision.get("deepstack_visual_indexes", [8, 16, 24])
     if not isinstance(after, list):
         return None
-    width, wide = sizes["hidden_size"], sizes["intermediate_size"]
+    width = sizes["hidden_size"]
+    wide = sizes["intermediate_size"]
     found = _patches("visual.patch_embed.proj", sizes) | {"visual.patch_embed.proj.bias": (width,)}
     found |= {"visual.pos_embed.weight": (sizes["num_position_embeddings"], width)}
     for number in range(sizes["depth"]):
@@ -112,7 +133,9 @@ def _qwen3(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[
 
 def _encoder(sizes: Mapping[str, int], extra_positions: int) -> Shapes:
     """Return the shapes that CLIP and SigLIP share."""
-    width, wide, side = sizes["hidden_size"], sizes["intermediate_size"], sizes["patch_size"]
+    width = sizes["hidden_size"]
+    wide = sizes["intermediate_size"]
+    side = sizes["patch_size"]
     positions = (sizes["image_size"] // side) ** 2 + extra_positions
     found: Shapes = {
         "vision_tower.embeddings.patch_embedding.weight": (width, sizes["num_channels"], side, side),
@@ -134,7 +157,8 @@ def _text_width(config: Mapping[str, Any], default: int) -> int | None:
 
 
 def _gemma3(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[str, Any]) -> Shapes | None:
-    width, text = sizes["hidden_size"], _text_width(config, 2304)
+    width = sizes["hidden_size"]
+    text = _text_width(config, 2304)
     if text is None or vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
         return None
     found = _encoder(sizes, 0) | {"vision_tower.embeddings.patch_embedding.bias": (width,)}
@@ -143,7 +167,8 @@ def _gemma3(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping
 
 
 def _llava(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[str, Any]) -> Shapes | None:
-    text, layers = _text_width(config, 4096), config.get("vision_feature_layer", -2)
+    text = _text_width(config, 4096)
+    layers = config.get("vision_feature_layer", -2)
     if text is None or vision.get("model_type") != "clip_vision_model":
         return None
     width = sizes["hidden_size"]

@@ -53,9 +53,10 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
     own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     if own and not target.holds_adapters:
         raise UnsupportedCheckpointError(
-            f"adapters are not written as {target.name}", where=str(checkpoint.folder),
+            f"adapters are not written as {target.name}",
+            where=str(checkpoint.folder),
             hint="--to torch_dist for the loop that wrote them, --to hf for peft",
-        )  # fmt: skip
+        )
     if target.for_bridge and any(map(is_swift_name, own)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge",
@@ -83,7 +84,8 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: M
     # All families are imported, which takes longer than to open most checkpoints.
     from mcore_ckpt_ext.families.recognition import family_of_megatron
 
-    where, known = str(checkpoint.folder), checkpoint.arguments
+    where = str(checkpoint.folder)
+    known = checkpoint.arguments
     model = complete(known.replace(source=where, **passed) if passed else known)
     # No adapter depends on the vocabulary size.
     model = model.replace(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)

@@ -38,18 +38,22 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
     stored = settings["alpha"] if settings.get("alpha") is not None else args.get("lora_alpha")
     if alpha is not None and stored is not None and alpha != stored:
         raise UsageError(
-            "the checkpoint stores the alpha of its adapters", found=f"--lora-alpha {alpha}",
-            expected=f"alpha {stored}", where=str(checkpoint.folder),
+            "the checkpoint stores the alpha of its adapters",
+            found=f"--lora-alpha {alpha}",
+            expected=f"alpha {stored}",
+            where=str(checkpoint.folder),
             hint="leave the option out",
-        )  # fmt: skip
+        )
     found = alpha if stored is None else stored
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not isfinite(found) or found == 0:
         raise UnsupportedCheckpointError(
             "the alpha of the adapters is missing or invalid",
             found="no alpha in the checkpoint" if found is None else f"alpha: {found!r}",
-            expected="a number, not 0", where=str(checkpoint.folder),
-            hint=f"set lora_alpha in {ADAPTER}" if is_peft(checkpoint.folder)
+            expected="a number, not 0",
+            where=str(checkpoint.folder),
+            hint=f"set lora_alpha in {ADAPTER}"
+            if is_peft(checkpoint.folder)
             else "pass the one used in training: --to hf --lora-alpha N",
-        )  # fmt: skip
+        )
     dropout = settings.get("dropout", args.get("lora_dropout"))
     return Scaling(found, bool(args.get("use_rslora")), float(dropout) if isinstance(dropout, (int, float)) else 0.0)

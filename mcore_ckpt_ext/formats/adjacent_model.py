@@ -55,7 +55,8 @@ def with_adjacent_model(description: Description, weights: Weights, folder: Path
 
 def _other_sizes(description: Description, described: ModelArguments) -> Iterator[str]:
     for name in COMPARED_SIZES:
-        stated, size = description.arguments.value(name), described.get(name)
+        stated = description.arguments.value(name)
+        size = described.get(name)
         if stated is not None and size != stated:
             yield f"{name} is {size}, but {description.source} has {stated}"
 

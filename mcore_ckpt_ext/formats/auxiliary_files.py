@@ -26,11 +26,26 @@ TOKENIZER_FOLDER = "tokenizer"
 """Megatron keeps it in this subfolder of an iteration (`save_tokenizer_assets`, checkpointing.py, commit 6c344290)."""
 
 _TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
-    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tokenizer.model.v7",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 COMPANIONS = (CONFIG, GENERATION_CONFIG, *_TOKENIZER)
 """Names of the small files that belong to a model."""
 # A tokenizer's own Python code, which this package never runs, and its additional templates.
@@ -75,10 +90,12 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
         refused = "; ".join(f"{name}: {why}" for name, why in refused_auxiliary_files(as_path(path)).items())
         there = is_remote(as_path(path)) or as_path(path).is_dir()
         raise UnreadableCheckpointError(
-            "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
-            expected="the small files of a tokenizer or model, such as tokenizer.json or config.json", where=str(path),
+            "the folder holds no tokenizer" if there else "there is no such folder",
+            found=refused or None,
+            expected="the small files of a tokenizer or model, such as tokenizer.json or config.json",
+            where=str(path),
             hint="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -163,7 +180,8 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
 def _token_numbers(files: Mapping[str, bytes]) -> dict[str, int]:
     """Return the number of each token by its text, by all files of a tokenizer; added tokens prevail."""
     tokenizer = json_of(files, "tokenizer.json")
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    model = tokenizer.get("model")
+    added = tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # unigram: pairs of text and score
         texts = [item[0] if isinstance(item, list) and item else item for item in vocabulary]

@@ -120,8 +120,9 @@ def _unknown(folder: Path) -> CheckpointError:
     if not any(path.suffix == RECORDS_SUFFIX or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
         return no_checkpoint(folder)
     return UnsupportedCheckpointError(
-        "this version cannot read the checkpoint's format", found=sharded_backend(folder),
-        expected=" or ".join(one.name for one in FORMATS), where=str(folder),
-        hint="stock Megatron resumes this format; to convert it, save once with "
-        "--ckpt-format torch_dist",
-    )  # fmt: skip
+        "this version cannot read the checkpoint's format",
+        found=sharded_backend(folder),
+        expected=" or ".join(one.name for one in FORMATS),
+        where=str(folder),
+        hint="stock Megatron resumes this format; to convert it, save once with --ckpt-format torch_dist",
+    )

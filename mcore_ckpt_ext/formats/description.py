@@ -104,8 +104,10 @@ def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
         return ()
     described = {name: found.arguments.value(name) for name in _COMPARED if found.arguments.value(name) is not None}
     other = {name: value for name, value in described.items() if own.value(name) not in (value, None)}
-    differences = (f"{found.source} has {name} {value}, but Megatron's arguments have {own.value(name)}, which is used"
-            for name, value in other.items())  # fmt: skip
+    differences = (
+        f"{found.source} has {name} {value}, but Megatron's arguments have {own.value(name)}, which is used"
+        for name, value in other.items()
+    )
     return (*found.problems, *differences)
 
 
@@ -131,8 +133,10 @@ def refuse_facts(facts: Facts, where: Path) -> None:
     name, size = next(iter(facts.sizes().items()))
     raise UsageError(
         "the checkpoint records the layout it was written under",
-        found=f"{facts.option(name)} {size}", where=str(where), hint="leave the option out",
-    )  # fmt: skip
+        found=f"{facts.option(name)} {size}",
+        where=str(where),
+        hint="leave the option out",
+    )
 
 
 def completed(description: Description, inferred: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
@@ -153,12 +157,15 @@ def completed(description: Description, inferred: Mapping[str, Any], facts: Fact
         if facts.sizes().get(name) == known[name]:
             raise UsageError(
                 "the checkpoint's index contradicts the option",
-                found=f"{facts.option(name)} {known[name]}", expected=f"{inferred[name]}", where=str(folder),
+                found=f"{facts.option(name)} {known[name]}",
+                expected=f"{inferred[name]}",
+                where=str(folder),
                 hint="leave the option out: the index is used anyway",
-            )  # fmt: skip
+            )
     source = description.source or SIDECAR_FILE
-    differences = [f"{source} has {name} {known[name]}, but the index has {inferred[name]}, which is used"
-            for name in contradicted]  # fmt: skip
+    differences = [
+        f"{source} has {name} {known[name]}, but the index has {inferred[name]}, which is used" for name in contradicted
+    ]
     merged = {**known, **{name: value for name, value in inferred.items() if value is not None or name not in known}}
     arguments = _partial(merged, folder, description.problems)
     return replace(description, arguments=arguments, problems=(*description.problems, *differences))

@@ -73,10 +73,14 @@ class DistcpFiles:
             start = self._position - plan.length
             self._records.append(
                 Record(
-                    name, start + tensor.offset, array.dtype, tensor.numel, (WriteItem(0, chunk.wanted),),
+                    name,
+                    start + tensor.offset,
+                    array.dtype,
+                    tensor.numel,
+                    (WriteItem(0, chunk.wanted),),
                     tuple(start + place for place in tensor.checksums),
                 )
-            )  # fmt: skip
+            )
             place = {"offsets": torch.Size(chunk.offsets), "sizes": torch.Size(chunk.sizes)}
             chunks.append(named_object(_METADATA, "ChunkStorageMetadata", place))
         properties = named_object(_METADATA, "TensorProperties", _properties(dtype))
@@ -92,9 +96,12 @@ class DistcpFiles:
         """
         self._close()
         state = {
-            "state_dict_metadata": self._entries, "planner_data": None, "storage_data": self._places,
-            "storage_meta": None, "version": None,
-        }  # fmt: skip
+            "state_dict_metadata": self._entries,
+            "planner_data": None,
+            "storage_data": self._places,
+            "storage_meta": None,
+            "version": None,
+        }
         if with_shapes:
             state["mcore_data"] = self._shapes
         return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state), INDEX_PROTOCOL)[0]
@@ -119,7 +126,8 @@ class DistcpFiles:
     def _close(self) -> None:
         if self._position:
             self._files.append(OutputFile(self._name, self._position, tuple(self._literals)))
-            self._literals, self._position = [], 0
+            self._literals = []
+            self._position = 0
 
 
 def _properties(dtype: torch.dtype) -> tuple[object, ...]:

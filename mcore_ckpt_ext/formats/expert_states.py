@@ -28,7 +28,8 @@ from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, read_state,
 
 _GROUPED = re.compile(rf"^(.*\.experts|experts)\.(linear_fc[12]\.{EXTRA_STATE})$")
 _SIDE_BY_SIDE = re.compile(r"^(scale|scale_inv|amax_history)_(fwd|bwd)$")
-_SETTINGS, _COUNT = "extra_fp8_variables", "num_gemms"
+_SETTINGS = "extra_fp8_variables"
+_COUNT = "num_gemms"
 _ABOUT = "written empty, because one stored state covers several experts (fp8 scaling is reinitialized)"
 
 StatesAndNotes = tuple[dict[str, Any], list[str]]
@@ -93,7 +94,8 @@ def joined_state(states: Sequence[Any]) -> Any:
     contents = [content for state in states if (content := _read(state)) is not None]
     if not contents:
         return states[0]
-    first, settings = contents[0], contents[0].get(_SETTINGS)
+    first = contents[0]
+    settings = contents[0].get(_SETTINGS)
     if len(contents) < len(states) or not isinstance(settings, dict):
         raise UnknownStateError("states of some experts, and none of others")
     whole = {**first, _SETTINGS: {**settings, _COUNT: len(states)}}

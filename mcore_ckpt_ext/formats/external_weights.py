@@ -37,7 +37,8 @@ def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[st
     """
     found = {}
     for name in source.names(WEIGHT):
-        tensor, cut = source.named_tensor(WEIGHT, name), None
+        tensor = source.named_tensor(WEIGHT, name)
+        cut = None
         with contextlib.suppress(UnsupportedCheckpointError):
             cut = whole_cut(name, tensor.shape, arguments)
         found[name] = WeightSpec(tensor, cut.axis, cut.bands) if cut else WeightSpec(tensor, None)
@@ -56,8 +57,9 @@ def check_external_weights(source: CheckpointView, checkpoint: CheckpointView) -
         raise UsageError(
             "--weights applies only to an optimizer that is stored without weights",
             found="a checkpoint with its own weights" if checkpoint.names(WEIGHT) else "no optimizer",
-            where=str(checkpoint.folder), hint="leave --weights out",
-        )  # fmt: skip
+            where=str(checkpoint.folder),
+            hint="leave --weights out",
+        )
     if not source.names(WEIGHT):
         raise UsageError("the folder of --weights has no weights", where=str(source.folder), hint=NAME_THEM)
     if mismatch := source.format_reader.mismatch_with(checkpoint.arguments):
@@ -81,14 +83,16 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
     except PackingError as error:
         raise other_weights_error(str(error), checkpoint, folder) from error
     for name in state.names():
-        weight, master = checkpoint.logical_tensor(WEIGHT, name), state.logical_tensor(FP32_PARAM, name)
+        weight = checkpoint.logical_tensor(WEIGHT, name)
+        master = state.logical_tensor(FP32_PARAM, name)
         is_weight = any(one.extent.file.startswith(f"{folder}/") for one in state.stored(FP32_PARAM, name))
         if master is None or is_weight or checkpoint.masters_are_derived(name):
             raise UnsupportedCheckpointError(
                 "the weights of another folder cannot be verified against this optimizer",
-                found=f"no master of {name} that is stored independently of its weight", where=str(checkpoint.folder),
+                found=f"no master of {name} that is stored independently of its weight",
+                where=str(checkpoint.folder),
                 hint="resume a job from it, which relies on the live model; or save once with the weights",
-            )  # fmt: skip
+            )
         if weight is None or weight.shape != master.shape:
             found = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
             raise other_weights_error(found, checkpoint, folder)
@@ -97,9 +101,11 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
 def other_weights_error(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:
     """Return the error for weights in a folder that do not belong to the optimizer of a checkpoint."""
     return ProofError(
-        "the weights do not belong to this optimizer, or it was written under another layout", found=found,
-        expected=f"the weights of {folder}, written under {checkpoint.layout}", where=str(checkpoint.folder),
+        "the weights do not belong to this optimizer, or it was written under another layout",
+        found=found,
+        expected=f"the weights of {folder}, written under {checkpoint.layout}",
+        where=str(checkpoint.folder),
         hint="pass the weights of the same step; if the job padded its vocabulary, from a Megatron checkpoint "
         "(a Hugging Face folder has no padding); if the layout is unknown, "
         "--source-tensor-model-parallel-size N and so on",
-    )  # fmt: skip
+    )

@@ -45,9 +45,11 @@ def check_iteration(checkpoint: CheckpointView, target: Target) -> None:
     """
     if why := checkpoint.unbuildable(version_number(target.megatron_version)):
         raise UnsupportedCheckpointError(
-            "that version of Megatron builds no such model", found=why, where=str(checkpoint.folder),
+            "that version of Megatron builds no such model",
+            found=why,
+            where=str(checkpoint.folder),
             hint="write for an earlier one: --megatron-version 0.18.0",
-        )  # fmt: skip
+        )
     check_names(checkpoint, target)
 
 

@@ -60,7 +60,8 @@ class TensorHandle:
 
     def _region(self, selected: object) -> Region:
         """Return what a caller selects as a region of this tensor."""
-        name, shape = self.logical.name, self.shape
+        name = self.logical.name
+        shape = self.shape
         if isinstance(selected, Region):
             region = selected
         else:

@@ -44,7 +44,8 @@ class Part:
 def parts_of(one: Adapted, scale: float) -> Iterator[tuple[str, Part]]:
     """Yield the rows of Megatron's weights that an adapter applies to, with the names of the weights."""
     columns = [tensor.regions for tensor in (one.base, one.out, one.magnitudes) if tensor]
-    into, out = one.into.regions[0].name, one.out.regions[0].name
+    into = one.into.regions[0].name
+    out = one.out.regions[0].name
     for (first, *places), count in aligned(*columns):
         magnitude = (one.magnitudes.regions[0].name, places[1]) if one.magnitudes else None
         yield one.base.regions[0].name, Part(first, count, into, (out, places[0]), magnitude, scale)
@@ -74,7 +75,8 @@ class Merged:
     """
 
     def __init__(self, base: Source, adapters: Source, parts: Sequence[Part]) -> None:
-        self._base, self._adapters = base, adapters
+        self._base = base
+        self._adapters = adapters
         self._parts = sorted(parts, key=lambda part: part.first)
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
@@ -83,7 +85,8 @@ class Merged:
         for region, start, stop, _ in wanted.slice.pieces():
             tensor = wanted.tensors[region.name]
             for band in self._bands(region, start, stop, tensor.shape[1]):
-                rows, part = band.stop - band.start, band.part
+                rows = band.stop - band.start
+                part = band.part
                 place = Region(region.name, (band.start, band.left), (rows, band.width))
                 found.append((self._base, TargetSlice(WEIGHT, Slice.whole((place,)), {region.name: tensor})))
                 if part is not None:
@@ -94,9 +97,11 @@ class Merged:
 
     def values(self, wanted: TargetSlice, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute the slice, in fp32."""
-        given, result = iter(inputs), torch.empty(wanted.slice.numel)
+        given = iter(inputs)
+        result = torch.empty(wanted.slice.numel)
         for region, start, stop, begin in wanted.slice.pieces():
-            columns, bands = region.sizes[1], []
+            columns = region.sizes[1]
+            bands = []
             for band in self._bands(region, start, stop, wanted.tensors[region.name].shape[1]):
                 rows = _merged(band, given)
                 left = region.offsets[1] - band.left
@@ -110,8 +115,10 @@ class Merged:
 
         DoRA's norms need whole rows, so its bands have all `columns`.
         """
-        top, width = region.offsets[0], region.sizes[1]
-        row, last = top + start // width, top - (-stop // width)
+        top = region.offsets[0]
+        width = region.sizes[1]
+        row = top + start // width
+        last = top - (-stop // width)
         while row < last:
             part = next((part for part in self._parts if part.first <= row < part.first + part.count), None)
             ends = [part.first + part.count] if part else [part.first for part in self._parts if part.first > row]
@@ -139,7 +146,8 @@ class Merged:
 
 
 def _merged(band: _Band, given: Iterator[torch.Tensor]) -> torch.Tensor:
-    rows, part = band.stop - band.start, band.part
+    rows = band.stop - band.start
+    part = band.part
     weight = next(given).view(rows, band.width).float()
     if part is None:
         return weight

@@ -73,8 +73,10 @@ def merged_view(
     def unread(objects: bool) -> list[UnreadState]:
         return [item for source in sources for item in source.unread(objects=objects)]
 
-    notes = [f"adapters are merged into {len(merged)} weights, in fp32, and rounded once",
-            *about_norms(adapters, "this is")]  # fmt: skip
+    notes = [
+        f"adapters are merged into {len(merged)} weights, in fp32, and rounded once",
+        *about_norms(adapters, "this is"),
+    ]
     return replace(
         view,
         model=StoredWeights(
@@ -118,12 +120,18 @@ def _check_separate_folders(base: CheckpointView, adapters: CheckpointView) -> N
     """
     if not all(map(is_adapter, adapters.names(WEIGHT))):
         raise UsageError(
-            "the adapters are stored with their own model", found=f"--merge {base.folder}",
-            where=str(adapters.folder), hint=f"pass --merge {adapters.folder}",
-        )  # fmt: skip
+            "the adapters are stored with their own model",
+            found=f"--merge {base.folder}",
+            where=str(adapters.folder),
+            hint=f"pass --merge {adapters.folder}",
+        )
     if own := [name for name in base.names(WEIGHT) if is_adapter(name)]:
-        raise UsageError("the model to merge into has adapters of its own", found=join_some(own, 2),
-                         where=str(base.folder), hint="merge its own adapters first")  # fmt: skip
+        raise UsageError(
+            "the model to merge into has adapters of its own",
+            found=join_some(own, 2),
+            where=str(base.folder),
+            hint="merge its own adapters first",
+        )
 
 
 def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
@@ -131,6 +139,8 @@ def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != columns:
         raise UnsupportedCheckpointError(
             "a weight is missing, or does not have the shape of its adapter",
-            found=str(tensor.shape) if tensor else "no weight", expected=f"{columns} columns",
-            where=f"{name} in {base.folder}", hint="pass the model that the adapters are for",
-        )  # fmt: skip
+            found=str(tensor.shape) if tensor else "no weight",
+            expected=f"{columns} columns",
+            where=f"{name} in {base.folder}",
+            hint="pass the model that the adapters are for",
+        )

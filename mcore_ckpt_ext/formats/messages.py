@@ -13,7 +13,8 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_number
 
 def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
     """Return a contradiction between the arguments and the vocabulary's rows; None if they agree."""
-    recorded, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
+    recorded = checkpoint.arguments.padded_vocab_size
+    rows = checkpoint.vocabulary_rows
     if recorded is None or recorded == rows:
         return None
     return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {rows} rows, which are used"
@@ -23,7 +24,8 @@ def contradictions(checkpoint: CheckpointView) -> list[str]:
     """Return contradictions between metadata and stored content."""
     about_vocabulary = vocabulary_contradiction(checkpoint)
     found = [about_vocabulary] if about_vocabulary else []
-    names, count = checkpoint.names(WEIGHT), checkpoint.arguments.num_layers
+    names = checkpoint.names(WEIGHT)
+    count = checkpoint.arguments.num_layers
     block = pipelined_block(names)
     layers = {layer.number for layer, _ in map(split_layer, names) if layer is not None and layer.block == block}
     if layers and count and count != len(layers):
@@ -38,7 +40,8 @@ def contradictions(checkpoint: CheckpointView) -> list[str]:
 
 def general_notices(checkpoint: CheckpointView) -> list[str]:
     """Return notes for a user who converts a checkpoint of any format."""
-    found, sidecar_problem = contradictions(checkpoint), checkpoint.sidecar_problem
+    found = contradictions(checkpoint)
+    sidecar_problem = checkpoint.sidecar_problem
     found += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     if state is not None and checkpoint.sidecar is not None:

@@ -45,10 +45,12 @@ def group_that_holds(
             fit = [number for number in fit if _setting(groups[number], setting) == value]
     if len(fit) != 1 or arguments.raw.get("no_weight_decay_cond_type"):
         raise UnsupportedCheckpointError(
-            "the parameter group of each parameter is unknown", found=f"{len(fit)} groups that fit",
-            expected="one with and one without weight decay, of dense parameters and of experts", where=name,
+            "the parameter group of each parameter is unknown",
+            found=f"{len(fit)} groups that fit",
+            expected="one with and one without weight decay, of dense parameters and of experts",
+            where=name,
             hint="use --to torch_dist, or --drop optimizer",
-        )  # fmt: skip
+        )
     return fit[0]
 
 

@@ -12,7 +12,8 @@ from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex
 
-TORCH_DCP, FSDP_DTENSOR = "torch_dcp", "fsdp_dtensor"
+TORCH_DCP = "torch_dcp"
+FSDP_DTENSOR = "fsdp_dtensor"
 _SHARD = "/shard_"
 _ARGUMENTS = "args"
 _BEHIND_WRAPPERS = ("model.module.", "model0.module.", "optimizer.state.module.")

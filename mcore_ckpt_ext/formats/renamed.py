@@ -82,7 +82,8 @@ class _RenamedDerivation:
     """A derivation of a renamed tensor."""
 
     def __init__(self, derivation: Derivation, names: NameMap) -> None:
-        self._derivation, self._names = derivation, names
+        self._derivation = derivation
+        self._names = names
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
         """Return the inputs to read, under their stored names."""
@@ -133,7 +134,8 @@ class RenamedOrder:
     """A registration order of parameters that have other names."""
 
     def __init__(self, order: ParameterOrder, names: NameMap) -> None:
-        self._order, self._names = order, names
+        self._order = order
+        self._names = names
 
     @property
     def label(self) -> str:

@@ -68,6 +68,9 @@ def _staleness(
         stored = ParallelLayout.from_arguments(arguments).known_sizes()
     except ContentError:  # reported by the reader of the layout
         return None
-    other = [f"{name} {size} and not {stored[name]}" for name, size in sidecar.layout.items()
-             if stored.get(name) not in (None, size)]  # fmt: skip
+    other = [
+        f"{name} {size} and not {stored[name]}"
+        for name, size in sidecar.layout.items()
+        if stored.get(name) not in (None, size)
+    ]
     return f"of another layout ({', '.join(other)})" if other else None

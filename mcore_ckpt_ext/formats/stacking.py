@@ -15,9 +15,12 @@ from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, parse, split_lay
 
 # A block is heterogeneous if one of these arguments differs from its default.
 _ALWAYS = (
-    "hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
-    "hybrid_layer_pattern", "hybrid_override_pattern",
-)  # fmt: skip
+    "hetereogenous_dist_checkpoint",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
 # Layers that are never stacked: of transformers (Megatron's name is `self_attention`), and Mamba layers.
 _UNSTACKED = ("self_attn.", "mixer.")
 

@@ -51,7 +51,8 @@ class _Chunks:
             return [same]
         if not region.sizes:
             return self._sorted
-        begin, size = region.offsets[0], region.sizes[0]
+        begin = region.offsets[0]
+        size = region.sizes[0]
         first = bisect_left(self._begins, (begin - self._longest + 1,))
         last = bisect_right(self._begins, (begin + size - 1,))
         return [chunk for chunk in self._sorted[first:last] if _touch(chunk, region)]

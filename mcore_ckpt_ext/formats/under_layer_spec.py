@@ -16,7 +16,8 @@ from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.model_space.layer_spec import names_under_spec
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
-ENGINE, LOCAL = "transformer_engine", "local"
+ENGINE = "transformer_engine"
+LOCAL = "local"
 
 
 def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
@@ -31,13 +32,16 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
     Raises:
         UnsupportedCheckpointError: only one of the two specs has a layer of some kind.
     """
-    own, of_engine = source.arguments.transformer_impl, spec == ENGINE
+    own = source.arguments.transformer_impl
+    of_engine = spec == ENGINE
     if own not in (ENGINE, LOCAL, None):
         raise UnsupportedCheckpointError(
-            "the names of this layer spec's parameters in other layer specs are unknown", found=own,
-            expected=f"{ENGINE} or {LOCAL}", where=str(source.folder),
+            "the names of this layer spec's parameters in other layer specs are unknown",
+            found=own,
+            expected=f"{ENGINE} or {LOCAL}",
+            where=str(source.folder),
             hint="keep the layer spec: leave --transformer-impl out",
-        )  # fmt: skip
+        )
     view = renamed(source, names_under_spec(source.names(WEIGHT), of_engine))
     # Only Transformer Engine has grouped experts; the local spec's grouped experts are one transposed matrix.
     grouped = bool(source.arguments.moe_grouped_gemm) and of_engine

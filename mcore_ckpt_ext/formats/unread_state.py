@@ -23,9 +23,15 @@ OTHER = "other"
 
 # Keys that `save_checkpoint` writes to the common state (megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
 COMMON_KEYS = (
-    "args", "checkpoint_version", "iteration", "opt_param_scheduler", "lr_scheduler",
-    "num_floating_point_operations_so_far", "content_metadata", "tokens",
-)  # fmt: skip
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "opt_param_scheduler",
+    "lr_scheduler",
+    "num_floating_point_operations_so_far",
+    "content_metadata",
+    "tokens",
+)
 # State for the ranks of the job that wrote it, unusable on others (megatron/core/rerun_state_machine.py, since 0.9).
 RERUN_STATE = "rerun_state_machine"
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.(?:state\.(?P<shaped>\w+?)\..+|distributed\..+\.(?P<flat>\w+))$")

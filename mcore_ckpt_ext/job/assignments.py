@@ -60,7 +60,8 @@ def _value(expression: ast.expr) -> int | list[int]:
     if isinstance(expression, ast.List):
         return [_number(_value(item)) for item in expression.elts]
     if isinstance(expression, ast.BinOp):
-        left, right = _value(expression.left), _value(expression.right)
+        left = _value(expression.left)
+        right = _value(expression.right)
         if isinstance(expression.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return _limited(left + right, 1)
         if isinstance(expression.op, ast.Mult):

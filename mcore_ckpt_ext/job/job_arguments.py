@@ -51,10 +51,12 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
 
     def __post_init__(self) -> None:
         for name, row in _ROWS.items():
-            value, kind = self.raw.get(name), row.values.kind
+            value = self.raw.get(name)
+            kind = row.values.kind
             if value is not None and not kind.accepts(value):
                 raise self._refused(name, _formatted(value), kind.expected)
-        layers, pattern = self.num_layers or 0, self.moe_layer_freq
+        layers = self.num_layers or 0
+        pattern = self.moe_layer_freq
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
             raise self._refused("num_experts", f"{self.num_experts} in each of {layers} layers", "far fewer in all")
         if isinstance(pattern, Sequence) and len(pattern) < layers:

@@ -93,7 +93,8 @@ def complete(job: JobArguments) -> ModelArguments:
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not known.get(name):
             raise _unknown(name, job)
-    hidden, heads = known["hidden_size"], known["num_attention_heads"]
+    hidden = known["hidden_size"]
+    heads = known["num_attention_heads"]
     if not job.group_query_attention:
         known["num_query_groups"] = heads
     elif not known.get("num_query_groups"):
@@ -120,27 +121,35 @@ def _check_stated(job: JobArguments, known: Mapping[str, Any]) -> None:
     """
     if "position_embedding_type" not in known:
         raise UnsupportedCheckpointError(
-            "the kind of positions of the checkpoint is unknown", expected="position_embedding_type", where=job.source,
+            "the kind of positions of the checkpoint is unknown",
+            expected="position_embedding_type",
+            where=job.source,
             hint="pass the one used in training, for example --argument position_embedding_type=rope",
-        )  # fmt: skip
+        )
     if known["position_embedding_type"] in _ROTARY and "rotary_base" not in known:
         raise UnsupportedCheckpointError(
-            "the rotary base of the checkpoint is unknown", expected="rotary_base", where=job.source,
+            "the rotary base of the checkpoint is unknown",
+            expected="rotary_base",
+            where=job.source,
             hint="pass the value used in training, for example --argument rotary_base=500000; with scaled "
             "positions also use_rope_scaling and rope_scaling_factor",
-        )  # fmt: skip
+        )
     if not known.keys() & _ACTIVATIONS:
         raise UnsupportedCheckpointError(
-            "the activation of the checkpoint is unknown", expected="swiglu", where=job.source,
+            "the activation of the checkpoint is unknown",
+            expected="swiglu",
+            where=job.source,
             hint="pass --argument swiglu=true for SiLU with a gate, as in Llama and Qwen, swiglu=false for GELU",
-        )  # fmt: skip
+        )
 
 
 def _unknown(name: str, job: JobArguments) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "the model size of the checkpoint is unknown", expected=name, where=job.source,
+        "the model size of the checkpoint is unknown",
+        expected=name,
+        where=job.source,
         hint=f"pass the value used in training: --argument {name}=VALUE",
-    )  # fmt: skip
+    )
 
 
 def has_experts(arguments: ModelArguments, layer: int) -> bool:

@@ -33,8 +33,10 @@ def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Return the digest as a 0-dimensional int64 on the device of the values, without synchronization."""
     bits = values.detach().reshape(-1).contiguous().view(bits_dtype(values.dtype.itemsize))
     each = _WORD // values.dtype.itemsize
-    numel, missing = bits.numel(), -start % each
-    head, tail = min(missing, numel), (numel - min(missing, numel)) % each
+    numel = bits.numel()
+    missing = -start % each
+    head = min(missing, numel)
+    tail = (numel - min(missing, numel)) % each
     whole = bits[head : numel - tail]
     # Models have many small parameters, whose shards mostly begin and end at a word, so absent parts are not computed.
     parts: list[torch.Tensor] = []
@@ -62,8 +64,10 @@ def _products(words: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
     """Yield the sum of each block of words from position `start` on, each word times its factor."""
     multipliers = _multipliers(str(words.device))
     for block in range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK)):
-        first, last = max(start, block * _BLOCK), min(start + words.numel(), (block + 1) * _BLOCK)
-        own, factors = words[first - start : last - start], multipliers[first - block * _BLOCK : last - block * _BLOCK]
+        first = max(start, block * _BLOCK)
+        last = min(start + words.numel(), (block + 1) * _BLOCK)
+        own = words[first - start : last - start]
+        factors = multipliers[first - block * _BLOCK : last - block * _BLOCK]
         # `dot` stores no products, which is several times faster; torch has it for integers on CPUs only.
         yield (torch.dot(own, factors) if own.device.type == "cpu" else (own * factors).sum()) * _scale(block)
 

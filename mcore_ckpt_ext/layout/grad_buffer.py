@@ -78,7 +78,8 @@ class _Packer:
         stop = align(end, self.alignment)
         placements = tuple((index, low - self.start, high - self.start) for index, low, high in self.collected)
         self.buckets.append(Bucket(self.start, stop, end - self.start, placements))
-        self.start, self.collected = stop, []
+        self.start = stop
+        self.collected = []
         return stop
 
 

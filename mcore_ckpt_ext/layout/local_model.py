@@ -283,7 +283,8 @@ class LocalModels:
         """Expert-parallel ranks by expert parameter; a rank has consecutive experts (moe/experts.py)."""
         if not self.has_expert_optimizer or not self._expert_of:
             return {}
-        ranks, experts = self.layout.expert, self.arguments.whole("num_experts")
+        ranks = self.layout.expert
+        experts = self.arguments.whole("num_experts")
         return {name: expert * ranks // experts for name, expert in self._expert_of.items()}
 
     def _tensor_size(self, name: str) -> int:
@@ -309,14 +310,16 @@ class LocalModels:
         has its rows of the gate, then its rows of the up projection (`apply_swiglu_sharded_factory`,
         megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
         """
-        weight, ranks = self.weights[name], self._tensor_size(name)
+        weight = self.weights[name]
+        ranks = self._tensor_size(name)
         shape = weight.tensor.shape
         if self._is_sharded(name):
             return ShardOfWeight(tensor_rank, ranks, shard, self.weight_shards).regions(name, shape, weight.grid)
         cut = [axis for axis, offsets in enumerate(weight.grid) if len(offsets) > 1]
         if not cut:
             return (Region.whole(name, shape),)
-        axis, offsets = cut[0], weight.grid[cut[0]]
+        axis = cut[0]
+        offsets = weight.grid[cut[0]]
         parts, remainder = divmod(len(offsets), ranks)
         if len(cut) > 1 or remainder or parts > 2 or (parts == 2 and axis != 0):
             return None

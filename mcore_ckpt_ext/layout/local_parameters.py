@@ -40,21 +40,45 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.versions import NEWEST
 
 _COLUMN_PARALLEL = {
-    "linear_qkv", "linear_q", "linear_kv",  # attention.py: self and cross attention
-    "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj",  # multi_latent_attention.py
-    "eh_proj", "output_layer",  # multi_token_prediction.py, gpt_model.py
+    "linear_qkv",
+    "linear_q",
+    "linear_kv",  # attention.py: self and cross attention
+    "linear_q_proj",
+    "linear_q_up_proj",
+    "linear_kv_up_proj",  # multi_latent_attention.py
+    "eh_proj",
+    "output_layer",  # multi_token_prediction.py, gpt_model.py
     "word_embeddings",  # language_model_embedding.py: VocabParallelEmbedding
-}  # fmt: skip
+}
 _ROW_PARALLEL = {"linear_proj", "linear_fc2", "out_proj"}
 _REPLICATED = {
-    "input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
-    "final_layernorm", "final_norm", "post_layernorm", "enorm", "hnorm", "router", "position_embeddings",
-    "tokentype_embeddings", "relative_attention_bias", "binary_head",  # t5_model.py, bert_model.py
-    "conv1", "ln_pre", "ln_post",  # clip_vit_model.py
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "pre_cross_attn_layernorm",
+    "q_layernorm",
+    "k_layernorm",
+    "kv_layernorm",
+    "final_layernorm",
+    "final_norm",
+    "post_layernorm",
+    "enorm",
+    "hnorm",
+    "router",
+    "position_embeddings",
+    "tokentype_embeddings",
+    "relative_attention_bias",
+    "binary_head",  # t5_model.py, bert_model.py
+    "conv1",
+    "ln_pre",
+    "ln_post",  # clip_vit_model.py
     "out_norm",  # gated_delta_net/common.py
-    "linear_wq_b", "linear_wk", "linear_weights_proj", "k_norm",  # the indexer of dsa.py: parallel_mode="duplicated"
-    "fc1_latent_proj", "fc2_latent_proj",  # moe_layer.py: the same
-}  # fmt: skip
+    "linear_wq_b",
+    "linear_wk",
+    "linear_weights_proj",
+    "k_norm",  # the indexer of dsa.py: parallel_mode="duplicated"
+    "fc1_latent_proj",
+    "fc2_latent_proj",  # moe_layer.py: the same
+}
 _REPLICATED_HEADS = ("lm_head.dense.", "lm_head.layer_norm.", "pooler.dense.")  # bert_lm_head.py, pooler.py
 # Parameters of fused norms (extensions/transformer_engine.py), of the shared expert's gate (shared_experts.py), of a
 # tower (clip_vit_model.py).

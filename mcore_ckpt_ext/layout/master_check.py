@@ -149,8 +149,10 @@ def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
 
     The comparison does not use several threads.
     """
-    values, stored = master.reshape(-1), weight.reshape(-1)
-    size, count = weight.dtype.itemsize, stored.numel()
+    values = master.reshape(-1)
+    stored = weight.reshape(-1)
+    size = weight.dtype.itemsize
+    count = stored.numel()
     in_words = not (stored.storage_offset() * size % 8 or count * size % 8)
     bits = torch.int64 if in_words else bits_dtype(size)
     if count <= _AT_ONCE:
@@ -191,7 +193,8 @@ def first_far(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
     Returns:
         None if all are near; NaN is not near any number.
     """
-    numbers, near = master.detach().double().reshape(-1), weight.detach().double().reshape(-1)
+    numbers = master.detach().double().reshape(-1)
+    near = weight.detach().double().reshape(-1)
     # Below the smallest normal number, fp16 has steps of 2**-24, times a scale of the largest number / 65504. If only a
     # part of the tensor is at hand, its largest number may be smaller, which 2**-30 allows for.
     floor = float(near.abs().max()) * 2**-30 if near.numel() else 0.0
@@ -236,9 +239,11 @@ class _Quantized:
         """Return the first master that is not within half a step of its weight; NaN is not near any number."""
         if first_mismatch(master, weight) is None:
             return None
-        numbers, near = master.detach().double().reshape(-1), weight.detach().double().reshape(-1)
+        numbers = master.detach().double().reshape(-1)
+        near = weight.detach().double().reshape(-1)
         sizes = near.abs()
-        largest, smallest = float(sizes.max()), float(sizes.where(sizes > 0, torch.inf).min())
+        largest = float(sizes.max())
+        smallest = float(sizes.where(sizes > 0, torch.inf).min())
         # Both masters and weights may have been rounded to the weights' dtype on the way.
         rounding = 2 * torch.finfo(weight.dtype).eps
         share = self.half_step * (1 + self.half_step) + rounding

@@ -22,7 +22,8 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import numel_of
 
 # Number of elements of a parameter that are compared, and number of parameters that are compared together.
-_SAMPLE, _AT_ONCE = 64, 32
+_SAMPLE = 64
+_AT_ONCE = 32
 _INCOMPLETE = "it does not cover every parameter"
 _UNKNOWN_PARAMETERS = (
     "this package does not know how the model stores some parameters, or the checkpoint is damaged: resume under the "

@@ -71,7 +71,8 @@ class _Search:
     def __init__(
         self, group: OptimizerGroup, read: Bytes, candidates: Iterable[tuple[str, tuple[Region, ...]]]
     ) -> None:
-        self._group, self._read = group, read
+        self._group = group
+        self._read = read
         self._by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
         for name, regions in candidates:
             numel = numel_of(regions)
@@ -123,7 +124,8 @@ class _Search:
         """
         start = cuts[position]
         for after in range(position + 1, len(cuts)):
-            fitting, numel = {}, cuts[after] - start
+            fitting = {}
+            numel = cuts[after] - start
             if numel in self._by_numel:
                 fitting = self._matching(self._read.master(self._group, key, start, min(numel, _SAMPLE)), numel)
             if fitting or cuts[after] not in borders:
@@ -215,7 +217,8 @@ class _Assignment:
         changed = False
         for index, names in enumerate(self._open):
             if len(names) > 1:
-                before, after = self._known_layer(index, -1), self._known_layer(index, +1)
+                before = self._known_layer(index, -1)
+                after = self._known_layer(index, +1)
                 if before is not None and before == after:
                     changed |= self._narrow(index, {name for name in names if split_layer(name)[0] == before})
                 elif before is not None and after is not None:
@@ -238,7 +241,8 @@ class _Assignment:
                 follows.setdefault(_suffix(first), set()).add(_suffix(second))
         changed = False
         for index in range(1, len(self._open)):
-            previous, names = self._open[index - 1], self._open[index]
+            previous = self._open[index - 1]
+            names = self._open[index]
             if len(previous) == 1 and len(names) > 1:
                 expected = follows.get(_suffix(previous), set())
                 layer = split_layer(next(iter(previous)))[0]

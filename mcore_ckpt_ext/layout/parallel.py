@@ -46,8 +46,10 @@ class ParallelLayout:
         Raises:
             UnreadableCheckpointError: no job can have these sizes.
         """
-        tensor, pipeline = arguments.tensor_model_parallel_size or 1, arguments.pipeline_model_parallel_size or 1
-        context, data = arguments.context_parallel_size or 1, arguments.data_parallel_size or 1
+        tensor = arguments.tensor_model_parallel_size or 1
+        pipeline = arguments.pipeline_model_parallel_size or 1
+        context = arguments.context_parallel_size or 1
+        data = arguments.data_parallel_size or 1
         layout = cls(
             tensor=tensor,
             pipeline=pipeline,
@@ -212,14 +214,26 @@ def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[i
 # division into buckets (distributed_data_parallel.py), and the order in which modules register their parameters.
 _PLACING_ARGUMENTS = (
     *(name for name in MODEL_SIZE_ARGUMENTS if name != SIZE_ARGUMENTS["context"]),
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw",
-    "overlap_param_gather_with_optimizer_step", "accumulate_allreduce_grads_in_fp32",
-    "fp8_param_gather", "fp4_param_gather",
-    "transformer_impl", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "padded_vocab_size",
-    "moe_use_legacy_grouped_gemm", "spec",
-)  # fmt: skip
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "overlap_grad_reduce",
+    "ddp_bucket_size",
+    "ddp_num_buckets",
+    "ddp_pad_buckets_for_high_nccl_busbw",
+    "overlap_param_gather_with_optimizer_step",
+    "accumulate_allreduce_grads_in_fp32",
+    "fp8_param_gather",
+    "fp4_param_gather",
+    "transformer_impl",
+    "moe_grouped_gemm",
+    "untie_embeddings_and_output_weights",
+    "padded_vocab_size",
+    "moe_use_legacy_grouped_gemm",
+    "spec",
+)
 SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
 """Model settings that also affect these positions; off if a version, or the source of the arguments, lacks them."""
 

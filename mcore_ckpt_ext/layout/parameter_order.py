@@ -37,7 +37,10 @@ def _norm(module: str) -> tuple[str, ...]:
     return (f"{module}.layer_norm_weight", f"{module}.layer_norm_bias")
 
 
-_QKV, _PROJ, _FC1, _FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
+_QKV = "self_attention.linear_qkv"
+_PROJ = "self_attention.linear_proj"
+_FC1 = "mlp.linear_fc1"
+_FC2 = "mlp.linear_fc2"
 _QK_NORMS = _both(*(f"self_attention.{name}" for name in ("q_layernorm", "k_layernorm", "kv_layernorm")))
 # Latent attention (multi_latent_attention.py), with compressed or plain queries.
 _LATENT = [
@@ -186,7 +189,8 @@ class KnownOrder:
         if match is None:
             rank = _rank_in_frame(item, prefix)
             return None if rank is None else (rank,)
-        number, own = int(match[1]), match[2]
+        number = int(match[1])
+        own = match[2]
         if not own.startswith(f"{_INNER}."):
             return (_FRAME["mtp"], number, _AROUND[own]) if own in _AROUND else None
         inner = self._key(own.removeprefix(f"{_INNER}."))
@@ -206,7 +210,8 @@ class KnownOrder:
         matrices = _both("linear_fc1", "linear_fc2")
         if name.rest not in matrices:
             return None
-        number, matrix = name.expert, matrices.index(name.rest)
+        number = name.expert
+        matrix = matrices.index(name.rest)
         # Grouped experts register weight0, bias0, weight1, ... of linear_fc1, then of linear_fc2; sequential experts
         # register each expert's own two linears (moe/experts.py; measured, 0.19.2).
         order = (matrix // 2, number, matrix % 2) if self._experts_by_matrix else (number, matrix)
@@ -270,7 +275,8 @@ class ObservedOrder:
 def filters_first(names: Sequence[str]) -> bool | None:
     """Return whether mixers register filters first, by names in registration order; None without any."""
     found = [name.rpartition("mixer.")[2] for name in names if ".mixer." in name]
-    of_filters, others = (name.startswith("conv1d.") for name in found), {"dt_bias"} & {*found}
+    of_filters = (name.startswith("conv1d.") for name in found)
+    others = {"dt_bias"} & {*found}
     return next(of_filters) if others else None
 
 

@@ -23,7 +23,8 @@ class Arguments(Protocol):
 
 def rows_of_net(arguments: Arguments) -> dict[str, int]:
     """Return the rows of each part of a gated delta net's projection, over all tensor-parallel ranks."""
-    key_heads, value_heads = arguments.value("linear_num_key_heads"), arguments.value("linear_num_value_heads")
+    key_heads = arguments.value("linear_num_key_heads")
+    value_heads = arguments.value("linear_num_value_heads")
     keys = key_heads * arguments.value("linear_key_head_dim")
     values = value_heads * arguments.value("linear_value_head_dim")
     return {"query": keys, "key": keys, "value": values, "z": values, "beta": value_heads, "alpha": value_heads}
@@ -31,7 +32,8 @@ def rows_of_net(arguments: Arguments) -> dict[str, int]:
 
 def rows_of_mixer(arguments: Arguments) -> dict[str, int]:
     """Return the rows of each part of a Mamba mixer's projection, over all tensor-parallel ranks."""
-    heads, width = arguments.value("mamba_num_heads"), arguments.value("mamba_head_dim")
+    heads = arguments.value("mamba_num_heads")
+    width = arguments.value("mamba_head_dim")
     heads = heads or 2 * arguments.value("hidden_size") // width
     states = arguments.value("mamba_num_groups") * arguments.value("mamba_state_dim")
     return {"z": heads * width, "x": heads * width, "B": states, "C": states, "dt": heads}
@@ -85,9 +87,10 @@ def check_recoverable(names: Iterable[str]) -> None:
         if parts != part_names(whole := joined_name(first)):
             raise UnsupportedCheckpointError(
                 "the parts of a parameter cannot be recovered where it is stored as one tensor",
-                found=join_some([part.removeprefix(f"{whole}.") for part in parts], 8), where=whole,
+                found=join_some([part.removeprefix(f"{whole}.") for part in parts], 8),
+                where=whole,
                 hint="use --to torch_dist, which stores each part",
-            )  # fmt: skip
+            )
 
 
 def check_whole(name: str, form: str) -> str:
@@ -100,6 +103,7 @@ def check_whole(name: str, form: str) -> str:
         raise UnsupportedCheckpointError(
             f"the order in which {form} stores the projections and filters of gated delta nets and Mamba "
             "mixers is unknown",
-            where=name, hint="use --to torch_dist, or save with --ckpt-format torch_dist",
-        )  # fmt: skip
+            where=name,
+            hint="use --to torch_dist, or save with --ckpt-format torch_dist",
+        )
     return name

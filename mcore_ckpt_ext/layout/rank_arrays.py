@@ -55,9 +55,15 @@ class RankArrays:
             first += prod(shape)
 
     def _add(
-        self, kind: str, name: str, local: tuple[int, ...], first: int, value: TensorReference, part: TensorPart,
+        self,
+        kind: str,
+        name: str,
+        local: tuple[int, ...],
+        first: int,
+        value: TensorReference,
+        part: TensorPart,
         place: StoredObject,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a tensor of a rank's own shape that begins at element `first` of a storage."""
         shape, regions = regions_of(name, local, part, self._arguments)
         extent = extent_of(value, place)

@@ -55,7 +55,8 @@ class RankGrid:
     @cached_property
     def firsts(self) -> Mapping[tuple[int, int, int], int]:
         """The first global rank at each place (tensor, pipeline, expert) that has one."""
-        layout, found = self.layout, dict[tuple[int, int, int], int]()
+        layout = self.layout
+        found = dict[tuple[int, int, int], int]()
         for rank in range(layout.world):
             tensor, _, _, pipeline = self.coordinates(rank)
             found.setdefault((tensor, pipeline, rank // layout.expert_tensor % layout.expert), rank)

@@ -10,7 +10,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-EMBEDDING, DECODER, PREDICTION, LOSS = "E", "t", "m", "L"
+EMBEDDING = "E"
+DECODER = "t"
+PREDICTION = "m"
+LOSS = "L"
 _LETTER = {"embedding": EMBEDDING, "decoder": DECODER, "mtp": PREDICTION, "loss": LOSS}
 # `(ab|cd)*3`, then `x*3`, each expanded once and in this order.
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,6})"), re.compile(r"(.)\*(\d{1,6})"))

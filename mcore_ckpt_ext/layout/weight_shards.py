@@ -74,12 +74,13 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
         return
     found, expected = (f"TP{tensor} and {tensor * shards} weight shards" for tensor, shards in reversed(cuts))
     raise UnsupportedCheckpointError(
-        "Megatron itself mixes up the rows of gated linears when the shards of generalized tensor "
-        "parallelism change",
-        found=found, expected=expected, where=where,
+        "Megatron itself mixes up the rows of gated linears when the shards of generalized tensor parallelism change",
+        found=found,
+        expected=expected,
+        where=where,
         hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
         "written with",
-    )  # fmt: skip
+    )
 
 
 def check_no_sharded_gates(arguments: JobArguments, where: str) -> None:
@@ -136,8 +137,10 @@ class ShardOfWeight:
 
     def _crossed(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...]:
         rows, columns = grid
-        ends, sides = (*rows[1:], shape[0]), (*columns[1:], shape[1])
-        first, left = rows[self.shard], columns[self.tensor]
+        ends = (*rows[1:], shape[0])
+        sides = (*columns[1:], shape[1])
+        first = rows[self.shard]
+        left = columns[self.tensor]
         return (Region(name, (first, left), (ends[self.shard] - first, sides[self.tensor] - left)),)
 
     def _of_gated(self) -> list[int]:

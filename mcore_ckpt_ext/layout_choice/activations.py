@@ -88,10 +88,14 @@ def _fullest(job: JobArguments, capacity: float, *, is_padded: bool) -> float:
 
 
 _OFFLOADED = {
-    "attn_norm": "norm output", "mlp_norm": "norm output", "qkv_linear": "norm output",
-    "core_attn": "rotated queries and keys", "attn_proj": "attention output", "expert_fc1": "arrived tokens",
+    "attn_norm": "norm output",
+    "mlp_norm": "norm output",
+    "qkv_linear": "norm output",
+    "core_attn": "rotated queries and keys",
+    "attn_proj": "attention output",
+    "expert_fc1": "arrived tokens",
     "moe_act": "first projection of experts",
-}  # fmt: skip
+}
 
 
 def _offloaded(job: JobArguments) -> frozenset[str]:
@@ -204,7 +208,8 @@ def _attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) ->
     Source: `Attention.forward` (megatron/core/transformer/attention.py). Values are a view of the projection, so all
     of it stays in addition to the rotated queries and keys.
     """
-    tokens, ranks = shares.tokens, shares.tensor
+    tokens = shares.tokens
+    ranks = shares.tensor
     heads = sizes.heads / ranks
     terms = {
         "attention output": 2 * tokens * sizes.value / ranks,
@@ -234,7 +239,8 @@ def _latent(
     Source: `MLASelfAttention.get_query_key_value_tensors` (megatron/core/transformer/multi_latent_attention.py,
     core_v0.12.0 to 0.19.2); `mla_up_proj` recomputes what follows the compressed tensors.
     """
-    tokens, ranks = shares.tokens, shares.tensor
+    tokens = shares.tokens
+    ranks = shares.tensor
     terms["compressed queries and keys"] = 4 * tokens * (sizes.query_rank + sizes.key_rank) / shares.residual
     terms["queries, keys and values"] = 2 * tokens * (sizes.query + sizes.key + sizes.value) / ranks
     # The projections, before rotary positions are joined to them.
@@ -249,8 +255,10 @@ def _linear_attention(sizes: ModelSizes, options: ActivationOptions, shares: Sha
 
     Source: `GatedDeltaNet.forward` (megatron/core/ssm/gated_delta_net.py, core_v0.16.0 to 0.19.2).
     """
-    tokens, ranks = shares.tokens, shares.tensor
-    key, value = sizes.linear_key, sizes.linear_value
+    tokens = shares.tokens
+    ranks = shares.tensor
+    key = sizes.linear_key
+    value = sizes.linear_value
     mixed = 2 * key + value
     terms = {
         "projection": 2 * tokens * (mixed + value) / ranks,
@@ -269,7 +277,8 @@ def _mamba(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Te
     (mamba_ssm/ops/triton/ssd_combined.py).
     """
     del options
-    tokens, ranks = shares.tokens, shares.tensor
+    tokens = shares.tokens
+    ranks = shares.tensor
     terms = {
         "projection": 2 * tokens * sizes.mamba_input / ranks,
         "output and its norm": 4 * tokens * sizes.mamba_inner / ranks,

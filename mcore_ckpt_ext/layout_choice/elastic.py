@@ -130,7 +130,9 @@ def choose(
 
 def _first(scales: _Scales, usual: int | None, limit: int | None, result: ElasticChoice) -> FoundLayout | None:
     """Return the first layout by `elastic_key` that needs no more than `limit` bytes of a GPU."""
-    job, old, request = scales.job, scales.old, scales.request
+    job = scales.job
+    old = scales.old
+    request = scales.request
     best: list[FoundLayout] = []
     group: object = None
     for order, layout in _candidates(job, old, request):
@@ -228,7 +230,8 @@ class _Scales:
 
     def weighed(self, layout: ParallelLayout) -> Search:
         """Search with all sizes fixed."""
-        request, pins = self.request, {name: getattr(layout, name) for name in PINS.values()}
+        request = self.request
+        pins = {name: getattr(layout, name) for name in PINS.values()}
         fixed = SearchRequest(
             layout.world, request.gpus_per_node, request.version, recomputation=request.recomputation, pins=pins
         )
@@ -236,7 +239,8 @@ class _Scales:
 
     def refusal(self, layout: ParallelLayout) -> str | None:
         """Return why Megatron refuses a layout, or how training would change; None if neither."""
-        job, rows = self.job, self.table.padded_rows
+        job = self.job
+        rows = self.table.padded_rows
         choice = with_batch(Choice(job, self.table, layout, None, 1, 1, self.request.version))
         for name, reason in violations(choice):
             if name != "layers per stage":
@@ -283,7 +287,8 @@ def _candidates(
     job: JobArguments, old: ParallelLayout, request: ElasticRequest
 ) -> list[tuple[tuple[float, ...], ParallelLayout]]:
     """Return layouts to try with their keys, roughly in the order of `elastic_key`."""
-    layers, node = job.num_layers or 1, request.gpus_per_node
+    layers = job.num_layers or 1
+    node = request.gpus_per_node
     tensors = sorted({old.tensor, *(size for size in range(1, node + 1) if node % size == 0)})
     found = []
     for tensor in tensors:

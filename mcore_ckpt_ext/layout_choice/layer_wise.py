@@ -75,7 +75,8 @@ def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high
     # Newton-Schulz iterations multiply a matrix by its transpose (`_ns_compute_cost`).
     cost = elements * np.minimum(rows, columns) if by_computation else elements
     most = elements.sum() / ranks * (1 + _EXCESS)
-    ends, done = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    ends = np.zeros(ranks, dtype=np.int64)
+    done = np.zeros(ranks, dtype=np.int64)
     shard_of = np.zeros_like(elements)
     for index in np.argsort(-cost, kind="stable"):
         starts = -(-ends // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
@@ -89,9 +90,14 @@ def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high
 
 
 def layer_wise_stages(
-    table: ModelTable, ranges: Sequence[Sequence[range]], layout: ParallelLayout, held: Sequence[StageHolding],
-    rule: LayerWise, *, high_bandwidth: bool,
-) -> tuple[StageHolding, ...]:  # fmt: skip
+    table: ModelTable,
+    ranges: Sequence[Sequence[range]],
+    layout: ParallelLayout,
+    held: Sequence[StageHolding],
+    rule: LayerWise,
+    *,
+    high_bandwidth: bool,
+) -> tuple[StageHolding, ...]:
     """Return the share of the fullest rank of each pipeline stage.
 
     Args:
@@ -148,9 +154,12 @@ def _shared_out(
         every = local.chosen(np.concatenate(list(chunks)))
         state = np.bincount(dealt(every.elements, every.is_matrix, ranks), weights=every.state, minlength=ranks)
         return replace(holding, whole_state=int(np.max(state)))
-    kept, others, elements = np.zeros(ranks), 0, 0
+    kept = np.zeros(ranks)
+    others = 0
+    elements = 0
     for chunk in map(local.chosen, chunks):
-        matrices, rest = chunk.chosen(chunk.is_matrix), chunk.chosen(~chunk.is_matrix)
+        matrices = chunk.chosen(chunk.is_matrix)
+        rest = chunk.chosen(~chunk.is_matrix)
         packing = packed(matrices.rows, matrices.columns, ranks, rule, high_bandwidth=high_bandwidth)
         kept += np.bincount(packing.shard_of, weights=matrices.state, minlength=ranks)
         ends = int((-(-rest.elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT).sum())

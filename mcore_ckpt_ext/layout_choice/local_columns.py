@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-BEFORE_LAYERS, AFTER_LAYERS = -1, -2
+BEFORE_LAYERS = -1
+AFTER_LAYERS = -2
 """The places of parameters outside the decoder layers; see `Parameter`."""
 
 

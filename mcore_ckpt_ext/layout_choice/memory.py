@@ -147,19 +147,29 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
     temporary = 2 * gathered // max(layers, 1)
     step = buffers.step_bytes * sum(steps) + buffers.step_bytes_in_turn * max(steps, default=0)
     return Memory(
-        weights, gradients, optimizer, activations.kept, host,
-        backward=activations.backward + temporary, loss=activations.loss + temporary,
-        step=round(step * (1 - buffers.offloaded)), context=context_of(layout),
+        weights,
+        gradients,
+        optimizer,
+        activations.kept,
+        host,
+        backward=activations.backward + temporary,
+        loss=activations.loss + temporary,
+        step=round(step * (1 - buffers.offloaded)),
+        context=context_of(layout),
         received=activations.received,
-    )  # fmt: skip
+    )
 
 
 def context_of(layout: ParallelLayout) -> int:
     """Return the bytes outside torch's allocator: constants for the process and each communicator."""
     groups = (
-        layout.tensor, layout.pipeline, layout.context, layout.data * layout.context, layout.expert,
+        layout.tensor,
+        layout.pipeline,
+        layout.context,
+        layout.data * layout.context,
+        layout.expert,
         layout.expert_data if layout.separates_experts else 1,
-    )  # fmt: skip
+    )
     return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups)
 
 

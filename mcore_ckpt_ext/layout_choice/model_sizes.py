@@ -72,7 +72,8 @@ class ModelSizes:
     @classmethod
     def of(cls, job: JobArguments) -> ModelSizes:
         """Return the sizes of a job's model."""
-        hidden, heads = job.hidden_size or 0, job.num_attention_heads or 0
+        hidden = job.hidden_size or 0
+        heads = job.num_attention_heads or 0
         channels = job.kv_channels or hidden // max(heads, 1)
         groups = (job.num_query_groups or heads) if job.group_query_attention else heads
         query = value = channels * heads

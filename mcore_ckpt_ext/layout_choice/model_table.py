@@ -151,7 +151,9 @@ class PaddedRows:
 
     def __init__(self, tokens: int | None, stored: int, divisor: int) -> None:
         """`tokens`: the number without padding; if it is None, the `stored` rows are padded further."""
-        self._tokens, self._stored, self._divisor = tokens, stored, divisor
+        self._tokens = tokens
+        self._stored = stored
+        self._divisor = divisor
 
     def __call__(self, tensor: int) -> int:
         """Return the number of rows for a tensor-parallel size, with the divisor that `divisor_for` returns."""
@@ -301,7 +303,8 @@ class ModelTable:
             counted = np.bincount(place, weights=np.where(chosen, values, 0), minlength=self.layers + 2)
             return counted.astype(np.int64)
 
-        shared, trained = columns["is_distributed"] > 0, columns["is_trained"]
+        shared = columns["is_distributed"] > 0
+        trained = columns["is_trained"]
         # In the order of the attributes of `Holding`.
         values = (
             elements,

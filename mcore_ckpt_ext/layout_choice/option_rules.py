@@ -44,7 +44,8 @@ OPTION_RULES = (
 
 def check_options(choice: Choice) -> str | None:
     """Return why an option of the job excludes a layout; None if none does."""
-    raw, layout = choice.job.raw, choice.layout
+    raw = choice.job.raw
+    layout = choice.layout
     for rule in OPTION_RULES:
         if raw.get(rule.argument) is True and not rule.allows(layout):
             return f"--{rule.argument.replace('_', '-')} needs {rule.needs}"

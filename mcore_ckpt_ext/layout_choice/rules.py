@@ -38,13 +38,15 @@ def _world_size(choice: Choice) -> str | None:
 
 def _factors(number: int) -> str:
     """Return the prime factors of a number: `2^7 x 3`."""
-    found, prime = list[str](), 2
+    found = list[str]()
+    prime = 2
     while number > 1:
         power = 0
         if prime * prime > number:
             prime = number
         while number % prime == 0:
-            number, power = number // prime, power + 1
+            number = number // prime
+            power = power + 1
         if power:
             found.append(f"{prime}^{power}" if power > 1 else f"{prime}")
         prime += 1
@@ -70,7 +72,8 @@ def _optimizer_instances(choice: Choice) -> str | None:
     Source: parallel_state.py, "Data parallel size should be divisible by partial DistOpt shard factor", core_v0.10.0 to
     0.19.2.
     """
-    layout, instances = choice.layout, choice.instances
+    layout = choice.layout
+    instances = choice.instances
     for ranks, what in (
         (layout.data * layout.context, "data-parallel ranks"),
         (layout.expert_data, "ranks of experts"),
@@ -93,7 +96,8 @@ def _query_groups(choice: Choice) -> str | None:
 
     Since 0.16 several ranks may share one.
     """
-    job, tensor = choice.job, choice.layout.tensor
+    job = choice.job
+    tensor = choice.layout.tensor
     groups = job.num_query_groups if job.group_query_attention else None
     may_share = SHARES_QUERY_GROUPS.is_of(choice.version)
     if not groups or groups % tensor == 0 or (may_share and tensor % groups == 0):
@@ -106,7 +110,8 @@ def _linear_attention(choice: Choice) -> str | None:
 
     It applies from core_v0.16.0 on.
     """
-    job, ranks = choice.job, choice.layout.tensor * choice.layout.context
+    job = choice.job
+    ranks = choice.layout.tensor * choice.layout.context
     if not job.experimental_attention_variant or not job.linear_num_key_heads:
         return None
     for name, heads in (("key", job.linear_num_key_heads), ("value", job.linear_num_value_heads)):
@@ -121,7 +126,9 @@ def _mamba(choice: Choice) -> str | None:
     The number of groups is a multiple of TP. Context-parallel ranks divide the groups of a tensor-parallel rank evenly,
     or several share one. Source: megatron/core/ssm.
     """
-    job, tensor, context = choice.job, choice.layout.tensor, choice.layout.context
+    job = choice.job
+    tensor = choice.layout.tensor
+    context = choice.layout.context
     if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.raw.get("hybrid_override_pattern")):
         return None
     # By default there are heads of `--mamba-head-dim` for twice the hidden size (`expand`).
@@ -147,7 +154,8 @@ def _sequence(choice: Choice) -> str | None:
     If activations are divided along the sequence, each part is a multiple of TP (`_split_along_first_dim`,
     tensor_parallel/mappings.py).
     """
-    length, layout = choice.job.seq_length, choice.layout
+    length = choice.job.seq_length
+    layout = choice.layout
     if not length:
         return None
     if layout.context > 1 and length % (2 * layout.context):
@@ -184,7 +192,8 @@ def _tied_predictions(choice: Choice) -> str | None:
     (megatron/core/models/common/language_module/language_module.py, and `skip_weight_param_allocation` in
     models/gpt/gpt_model.py, core_v0.12.0 to 0.19.2 and the development head of August 2026).
     """
-    job, layout = choice.job, choice.layout
+    job = choice.job
+    layout = choice.layout
     if not job.mtp_num_layers or job.untie_embeddings_and_output_weights or layout.pipeline == 1:
         return None
     split = dict(choice.split.arguments) if choice.split else {}
@@ -200,7 +209,8 @@ def _shared_indexers(choice: Choice) -> str | None:
     Source: `_validate_dsa_index_share_pipeline_split` (experimental_attention_variant_module_specs.py), from
     core_v0.19.0 on.
     """
-    frequency, offset = choice.job.dsa_indexer_topk_freq or 1, max(choice.job.dsa_indexer_skip_topk_offset or 0, 1)
+    frequency = choice.job.dsa_indexer_topk_freq or 1
+    offset = max(choice.job.dsa_indexer_skip_topk_offset or 0, 1)
     stages = () if choice.split is None else chain.from_iterable(choice.split.ranges())
     for layers in stages:
         if layers and max(layers.start + 1 - offset, 0) % frequency:
@@ -215,7 +225,8 @@ def _hybrid_stages(choice: Choice) -> str | None:
     stages, and neither has any hybrid model of earlier versions (`MambaStack`, mamba_block.py). The stages of such
     models ignore the embedding and the loss.
     """
-    job, layout = choice.job, choice.layout
+    job = choice.job
+    layout = choice.layout
     if not is_hybrid(job):
         return None
     split = dict(choice.split.arguments) if choice.split else {}

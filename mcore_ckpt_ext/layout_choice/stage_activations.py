@@ -49,7 +49,8 @@ def chunks_in_flight(layout: ParallelLayout, rank: int, microbatches: int, group
         microbatches: micro batches of an iteration.
         group: `--microbatch-group-size-per-virtual-pipeline-stage`; by default the pipeline size.
     """
-    stages, chunks = layout.pipeline, layout.virtual_pipeline
+    stages = layout.pipeline
+    chunks = layout.virtual_pipeline
     if chunks == 1:
         return (min(stages - rank, microbatches),)
     passes = min(2 * (stages - rank - 1) + (chunks - 1) * group + 1, microbatches * chunks)
@@ -69,7 +70,8 @@ class ActivationEstimate:
 
     def stages(self, choice: Choice) -> Iterator[StageActivations]:
         """Yield the activations of each pipeline stage of a layout."""
-        layout, split = choice.layout, choice.split
+        layout = choice.layout
+        split = choice.split
         if split is None:
             return
         shares = _shares_of(choice)
@@ -96,7 +98,8 @@ class ActivationEstimate:
 
     def _kept(self, span: range, terms: dict[Part, LayerTerms], shares: Shares) -> float:
         """Return what the layers of a model chunk keep for one micro batch."""
-        options, start = self._options, span.start
+        options = self._options
+        start = span.start
         inputs = 0.0
         if options.offloaded_layers:
             # `--cpu-offloading-num-layers` moves what the first layers keep to the host; it needs one pipeline stage.

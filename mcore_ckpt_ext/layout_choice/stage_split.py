@@ -13,9 +13,12 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
 from mcore_ckpt_ext.versions import Version
 
 _SPLIT_ARGUMENTS = (
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-)  # fmt: skip
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ def _candidates(
         yield {name: job.value(name) for name in _SPLIT_ARGUMENTS if not name.startswith("account_for")}
         return
     own = {name: job.value(name) for name in _SPLIT_ARGUMENTS}
-    old, text = ParallelLayout.from_arguments(job), own["pipeline_model_parallel_layout"]
+    old = ParallelLayout.from_arguments(job)
+    text = own["pipeline_model_parallel_layout"]
     has_own = any(own.values()) and (text is None or isinstance(text, str))
     if has_own and (old.pipeline, old.virtual_pipeline) == (pipeline, virtual):
         yield own

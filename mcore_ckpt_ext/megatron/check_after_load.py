@@ -27,7 +27,8 @@ from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 _SHOWN = 3
 # Compare one of this many stretches (`live_mismatches`); an optimizer that this package filled is already fully
 # compared.
-_OF_STOCK, _OF_OURS = 3, 8
+_OF_STOCK = 3
+_OF_OURS = 8
 PROVEN = f"masters verified against their weights, one of every {_OF_STOCK} stretches of {STRETCH:,} elements"
 """The outcome of `prove_loaded` in a log line, if this package did not fill the optimizer."""
 

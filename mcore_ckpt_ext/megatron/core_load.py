@@ -144,9 +144,10 @@ def _check_is_readable(folder: Path) -> None:
         major, minor, *_ = megatron_version()
         raise UnsupportedCheckpointError(
             "a later release of Megatron Core wrote the checkpoint, and the running one cannot load it",
-            found="no common.pt: since 0.19 the common state is an object of the index", where=str(folder),
+            found="no common.pt: since 0.19 the common state is an object of the index",
+            where=str(folder),
             hint=f"mcore-ckpt convert {folder} OUTPUT --to torch_dist --megatron-version {major}.{minor}",
-        )  # fmt: skip
+        )
 
 
 def _all_ask(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
@@ -173,7 +174,7 @@ def _all_ask(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
                 where=str(session.folder),
                 hint="call mcore_ckpt_ext.load_optimizer(path, model, optimizer) on every rank, once the weights are "
                 "loaded, in place of loading the optimizer's state",
-            )  # fmt: skip
+            )
 
     agreed("looking at the checkpoint", inspect_here)
     return False
@@ -283,7 +284,8 @@ def _is_shifted(checkpoint: Checkpoint) -> bool:
 def _is_as_named(checkpoint: Checkpoint) -> bool:
     """Return True if sampled masters match the weights of the same names; a shift affects many of them."""
     with suppress(CheckpointError):  # stock Megatron may support a state that this package does not
-        state, named = checkpoint.optimizer, checkpoint.names(FP32_PARAM)
+        state = checkpoint.optimizer
+        named = checkpoint.names(FP32_PARAM)
         some = named[:: max(1, len(named) // _SAMPLES)]
         return not state.shifted and masters_hold(
             state, some, checkpoint.weights, checkpoint.transfer, checkpoint.proof.first_mismatch

@@ -38,7 +38,8 @@ class PendingSave:
 
     def note(self, optimizer: Any, answer: object) -> None:
         """Record the sharded state dict of an optimizer."""
-        self._optimizer, self._answer = weakref.ref(optimizer), id(answer)
+        self._optimizer = weakref.ref(optimizer)
+        self._answer = id(answer)
 
     def found_in(self, tree: Any) -> Any:
         """Return the optimizer whose sharded state dict is part of a state dict; None if there is none."""

@@ -16,7 +16,8 @@ from mcore_ckpt_ext.continuity.cyclic import (
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
-_TRAINING, _VALIDATION = "train", "valid"
+_TRAINING = "train"
+_VALIDATION = "valid"
 
 
 class DataHistory:
@@ -32,7 +33,8 @@ class DataHistory:
         if len(self.layouts) < 2:
             return ()
         split = getattr(sampler.dataset, "split", getattr(sampler.dataset, "index_split", None))
-        name, position = getattr(split, "name", None), sampler.consumed_samples
+        name = getattr(split, "name", None)
+        position = sampler.consumed_samples
         for_training = self.layouts
         for_validation = [layout.for_validation for layout in self.layouts]
         if name not in (_TRAINING, _VALIDATION):
@@ -69,7 +71,8 @@ def wrap_iter(original: Callable[[Any], Iterator[list[int]]]) -> Callable[[Any],
 
 def _rest_of_epoch(sampler: Any, layouts: Sequence[ReadingLayout]) -> Iterator[list[int]]:
     """Yield the micro batches of the epoch in progress, and advance the sampler as Megatron does."""
-    layout, consumed = layouts[-1], sampler.consumed_samples
+    layout = layouts[-1]
+    consumed = sampler.consumed_samples
     epoch = epoch_at(layouts, sampler.total_samples, consumed)
     sampler.epoch = epoch.epoch
     if hasattr(sampler.dataset, "set_epoch"):  # `RandomSeedDataset`

@@ -44,20 +44,26 @@ def check_export(arguments: Any) -> None:
     every = EXPORT_HF.chosen(arguments)
     if not every:
         return
-    save, interval = getattr(arguments, "save", None), getattr(arguments, "save_interval", None)
+    save = getattr(arguments, "save", None)
+    interval = getattr(arguments, "save_interval", None)
     chosen = getattr(arguments, "ckpt_format", TORCH_DIST)
     found = (
-        f"{EXPORT_HF.flag} {every}" if every < 0
-        else f"--save {save}" if not save or "://" in str(save)
-        else f"--ckpt-format {chosen}" if chosen != TORCH_DIST
-        else f"--save-interval {interval}" if not interval or every % interval
+        f"{EXPORT_HF.flag} {every}"
+        if every < 0
+        else f"--save {save}"
+        if not save or "://" in str(save)
+        else f"--ckpt-format {chosen}"
+        if chosen != TORCH_DIST
+        else f"--save-interval {interval}"
+        if not interval or every % interval
         else None
-    )  # fmt: skip
+    )
     if found is not None:
         raise UsageError(
-            "no checkpoint of this job can be exported to Hugging Face", found=found,
+            "no checkpoint of this job can be exported to Hugging Face",
+            found=found,
             expected=f"--save FOLDER, --ckpt-format {TORCH_DIST}, and {EXPORT_HF.flag} a multiple of --save-interval",
-        )  # fmt: skip
+        )
 
 
 def export_command(save: Save, arguments: Any) -> list[str] | None:
@@ -94,7 +100,9 @@ class Exports:
     def __init__(
         self, start: Callable[[Callable[[], None]], object], log: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
-        self._start, self._log, self._warn = start, log, warn
+        self._start = start
+        self._log = log
+        self._warn = warn
 
     def follow(self, save: Save, arguments: Any) -> None:
         """Begin the export of a committed checkpoint if an export is requested for its iteration."""
@@ -103,7 +111,8 @@ class Exports:
             self._start(lambda: self._run(command, save))
 
     def _run(self, command: list[str], save: Save) -> None:
-        begun, place = time.monotonic(), destination(save)
+        begun = time.monotonic()
+        place = destination(save)
         try:
             place.parent.mkdir(exist_ok=True)
             # The process has its own session and writes its output into a file, since a pipe would break: if the job
@@ -111,21 +120,30 @@ class Exports:
             with tempfile.TemporaryFile("w+", errors="replace") as output:
                 environment = environment_of(os.environ)
                 result = subprocess.run(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False,
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    check=False,
                     start_new_session=True,
-                )  # fmt: skip
+                )
                 output.seek(0)
                 problem = output.read() if result.returncode else None
         except OSError as error:
             problem = str(error)
         if problem is None:
             seconds = time.monotonic() - begun
-            self._log(f"iteration {save.iteration} was also written as a Hugging Face folder: {place}, {seconds:.1f} s "
-                      "in the background")  # fmt: skip
+            self._log(
+                f"iteration {save.iteration} was also written as a Hugging Face folder: {place}, {seconds:.1f} s "
+                "in the background"
+            )
         else:
             output_end = " ".join(problem.strip().splitlines()[-_SHOWN:])
-            self._warn(f"WARNING: no Hugging Face folder of iteration {save.iteration} was written to {place}; the "
-                       f"checkpoint itself is complete: {output_end}")  # fmt: skip
+            self._warn(
+                f"WARNING: no Hugging Face folder of iteration {save.iteration} was written to {place}; the "
+                f"checkpoint itself is complete: {output_end}"
+            )
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:

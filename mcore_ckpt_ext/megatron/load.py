@@ -124,7 +124,8 @@ class _Load:
         """Load the checkpoint and return the result of the original function."""
         detector = WriteDetector(self._chunks)
         perform(LOOKING, self._load, self._rank)
-        probe, weaker = self._load.probe, None
+        probe = self._load.probe
+        weaker = None
         if probe.model is not None:
             result = start_from(self._scope, probe.model, self._chunks, self._optimizer, self._rest)
         else:
@@ -147,8 +148,10 @@ class _Load:
 
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
-        written, running = self._load.checkpoint.arguments, self._load.running
-        old, new = sizes_of_job(written), sizes_of_job(running)
+        written = self._load.checkpoint.arguments
+        running = self._load.running
+        old = sizes_of_job(written)
+        new = sizes_of_job(running)
         if not written.is_complete or old == new:
             return ""
         return f"; {sentence_of(differences(running, old, new, megatron_version()))}"
@@ -167,7 +170,9 @@ class _Load:
             The result of the original, and the checkpoint's comparison of masters and weights if this package filled
             the optimizer, else None.
         """
-        scope, arguments, directory = self._scope, self._arguments, self._load.directory
+        scope = self._scope
+        arguments = self._arguments
+        directory = self._load.directory
         perform(CHECKING[1:], self._load, self._rank)
         if is_of_fsdp(arguments):
             return load_into_fsdp(scope, self._load.session, directory, self._by_stock), None
@@ -241,7 +246,8 @@ class _Load:
 
     def _weights_alone(self) -> Any:
         """Load without the optimizer."""
-        arguments, load = self._arguments, self._load
+        arguments = self._arguments
+        load = self._load
         folder = folder_named(load.directory, arguments)
 
         def lacks() -> bool:
@@ -255,7 +261,8 @@ class _Load:
 
     def _resume(self) -> tuple[Any, Proof]:
         """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""
-        load, rank = self._load, self._rank
+        load = self._load
+        rank = self._rank
         perform(RESUMING, load, rank)
         if self._load.scheduler is not None:
             self._load_schedule(load.schedule, follows_samples=load.options.own_bounds)
@@ -279,8 +286,10 @@ class _Load:
         samples = self._arguments.consumed_train_samples
         overrides = follows_samples and OVERRIDES_BOUNDS_OF_GROUPS.is_of(megatron_version())
         if overrides and scheduler.num_steps != samples:
-            announce(f"the scheduler continues at {samples} consumed samples, as in Megatron with "
-                     f"--override-opt_param-scheduler; it had counted {scheduler.num_steps}")  # fmt: skip
+            announce(
+                f"the scheduler continues at {samples} consumed samples, as in Megatron with "
+                f"--override-opt_param-scheduler; it had counted {scheduler.num_steps}"
+            )
             scheduler.num_steps = samples
         scheduler.step(increment=0)
 

@@ -91,9 +91,12 @@ def with_order_compared(
     if not decision.is_stock or shows_names(decision.optimizer_format):
         return decision
     facts = LoadFacts(
-        decision.loop, megatron_version(), decision.optimizer_format, decision.is_moved,
+        decision.loop,
+        megatron_version(),
+        decision.optimizer_format,
+        decision.is_moved,
         is_packed_otherwise=packs_otherwise(session, chunks, optimizer),
-    )  # fmt: skip
+    )
     return replace(decide(facts), omits_random_states=decision.omits_random_states)
 
 
@@ -127,9 +130,14 @@ def packs_otherwise(session: LoadSession, chunks: Callable[[], Chunks], optimize
 
 
 def assess_live(
-    scope: Scope, call: Mapping[str, Any], session: LoadSession, directory: str | None, *, is_presented: bool,
+    scope: Scope,
+    call: Mapping[str, Any],
+    session: LoadSession,
+    directory: str | None,
+    *,
+    is_presented: bool,
     has_new_tokens: bool,
-) -> LoadAssessment | None:  # fmt: skip
+) -> LoadAssessment | None:
     """Assess the checkpoint that a load of a running job takes, on this rank.
 
     It contains a collective of Megatron unless the checkpoint is presented: see `_by_megatron`.

@@ -70,9 +70,7 @@ def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
         return {}
     if not isinstance(tree, (dict, list)) or not any(one[: len(path)] == path for one in planned):
         return tree
-    kept = {
-        key: without(value, planned, (*path, key)) for key, value in items_of(tree) if (*path, key) not in planned
-    }  # fmt: skip
+    kept = {key: without(value, planned, (*path, key)) for key, value in items_of(tree) if (*path, key) not in planned}
     return kept if isinstance(tree, dict) else list(kept.values())
 
 

@@ -30,7 +30,8 @@ class LoadSession:
             folder: the iteration folder.
             shared: its index, if another rank has read it for this one.
         """
-        self.folder, self.index = folder, FolderIndex(folder, shared)
+        self.folder = folder
+        self.index = FolderIndex(folder, shared)
         self._checkpoint: CheckpointView | None = None
 
     def for_folder(self, folder: Path) -> LoadSession:
@@ -70,7 +71,8 @@ class RunningLoad:
 def running_load(session: Callable[[], LoadSession]) -> Iterator[None]:
     """Within this scope, `session_at` returns the session of a load; `session` returns it."""
     state = PROCESS.one(RunningLoad)
-    before, state.session = state.session, session
+    before = state.session
+    state.session = session
     try:
         yield
     finally:

@@ -44,7 +44,8 @@ class MasterEvidence:
         Raises:
             UnsupportedCheckpointError: this package does not support the kind of optimizer.
         """
-        evidence, live = cls(), parameters_as_named(chunks)
+        evidence = cls()
+        live = parameters_as_named(chunks)
         for shard in (shard for adapter in optimizer_adapters_of(optimizer) for shard in adapter.shards(live)):
             proof = shard.adapter.proof(shard)
             matches = None if proof is None else sample_matches(shard, shard.adapter.master(shard), proof)

@@ -50,7 +50,9 @@ class MegatronRank(LiveRank):
         load_without_optimizer: Callable[[], Any],
     ) -> None:
         super().__init__(chunks, optimizer)
-        self._scope, self._call, self._load_without_optimizer = scope, call, load_without_optimizer
+        self._scope = scope
+        self._call = call
+        self._load_without_optimizer = load_without_optimizer
 
     def observed(self, load: MegatronLoad) -> tuple[tuple[bool, ...], dict[str, str]]:
         """Return what must be the same on all ranks: visible tracker files, and this package's settings."""
@@ -87,13 +89,19 @@ class MegatronRank(LiveRank):
         if load.is_local:
             return None
         return assess_live(
-            self._scope, self._call, load.session, load.directory,
-            is_presented=load.is_presented, has_new_tokens=bool(load.tokens),
-        )  # fmt: skip
+            self._scope,
+            self._call,
+            load.session,
+            load.directory,
+            is_presented=load.is_presented,
+            has_new_tokens=bool(load.tokens),
+        )
 
     def load_weights(self, load: MegatronLoad) -> None:
         """Let Megatron load everything but the optimizer."""
-        assessment, arguments, checkpoint = load.assessment, load.arguments, load.checkpoint
+        assessment = load.assessment
+        arguments = load.arguments
+        checkpoint = load.checkpoint
         is_presented = load.is_presented
         grid = requested_grid(arguments, megatron_version())
         is_lacking = assessment is not None and assessment.decision.omits_random_states

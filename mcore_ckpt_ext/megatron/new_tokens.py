@@ -128,7 +128,8 @@ def _rows_of(chunks: Chunks, tokens: range) -> Iterator[torch.Tensor]:
     for live in live_parameters(chunks).values():
         if live.may_pad:
             (region,) = live.regions
-            first, size = region.offsets[0], region.sizes[0]
+            first = region.offsets[0]
+            size = region.sizes[0]
             start, stop = (min(max(number - first, 0), size) for number in (tokens.start, tokens.stop))
             if start < stop:
                 yield live.parameter.detach()[start:stop]

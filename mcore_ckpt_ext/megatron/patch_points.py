@@ -17,9 +17,15 @@ _LOAD_FAILURES = ("megatron.core.dist_checkpointing.core:CheckpointingException"
 _OF_SAVES = ("get_args", "unwrap_model", "get_checkpoint_name", "get_checkpoint_tracker_filename")
 _OF_STATES = ("_load_base_checkpoint", "CheckpointType")
 _OF_LOADS = (
-    *_OF_STATES, "get_args", "unwrap_model", "checkpoint_exists", "read_metadata", "_get_checkpoint_format",
-    "set_loaded_iteration", "FileSystemReader",
-)  # fmt: skip
+    *_OF_STATES,
+    "get_args",
+    "unwrap_model",
+    "checkpoint_exists",
+    "read_metadata",
+    "_get_checkpoint_format",
+    "set_loaded_iteration",
+    "FileSystemReader",
+)
 _OF_QUEUES = ("_async_calls_queue", "_get_async_calls_queue", "init_persistent_async_worker")
 
 

@@ -24,7 +24,8 @@ def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None,
         arguments: Megatron's arguments.
         load_arg: the name of the argument that holds the path to load from.
     """
-    directory, pretrained = getattr(arguments, load_arg), getattr(arguments, "pretrained_checkpoint", None)
+    directory = getattr(arguments, load_arg)
+    pretrained = getattr(arguments, "pretrained_checkpoint", None)
     exists = scope["checkpoint_exists"]
     if pretrained is not None and not exists(directory) and exists(pretrained):
         return pretrained, True
@@ -40,7 +41,8 @@ def folder_named(directory: str | None, arguments: Any) -> Path | None:
     """Return the iteration folder that Megatron would load from a run folder; None if undecided."""
     if not directory:
         return None
-    run, step = Path(directory), getattr(arguments, "ckpt_step", None)
+    run = Path(directory)
+    step = getattr(arguments, "ckpt_step", None)
     try:
         if takes_another_kind(directory, arguments):
             return None

@@ -165,7 +165,9 @@ def _is_served(scope: Scope, call: Mapping[str, Any]) -> bool:
 
 
 def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
-    arguments, iteration, release = scope["get_args"](), int(call["iteration"]), bool(call.get("release", False))
+    arguments = scope["get_args"]()
+    iteration = int(call["iteration"])
+    release = bool(call.get("release", False))
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
     is_recorded = getattr(arguments, "use_distributed_optimizer", False) and not arguments.no_save_optim
     optimizer = call["optimizer"] if is_recorded else None

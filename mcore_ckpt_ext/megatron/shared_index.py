@@ -88,8 +88,10 @@ class TorchIndex:
     """
 
     def __init__(self, reader_class: Any, stored: FolderIndex | None) -> None:
-        self._reader_class, self._original = reader_class, reader_class.read_metadata
-        self._stored, self._reads_objects = stored, False
+        self._reader_class = reader_class
+        self._original = reader_class.read_metadata
+        self._stored = stored
+        self._reads_objects = False
         self._known: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
 
@@ -100,7 +102,8 @@ class TorchIndex:
         Then a shared index need not be unpickled for torch, which in very large jobs takes longer than all other
         planning of a rank (benchmarks/planning.py).
         """
-        before, self._reads_objects = self._reads_objects, True
+        before = self._reads_objects
+        self._reads_objects = True
         try:
             yield
         finally:
@@ -192,7 +195,8 @@ class _WithIndex:
     """Torch's file system with the index's bytes in memory."""
 
     def __init__(self, files: Any, data: bytes) -> None:
-        self._files, self._data = files, data
+        self._files = files
+        self._data = data
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)

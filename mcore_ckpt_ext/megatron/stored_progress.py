@@ -20,7 +20,9 @@ from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 
-_ITERATION, _VERSION, _SCHEDULE = "iteration", "checkpoint_version", "opt_param_scheduler"
+_ITERATION = "iteration"
+_VERSION = "checkpoint_version"
+_SCHEDULE = "opt_param_scheduler"
 # Each entry under all names that Megatron accepts, the present one last.
 _OF_SCHEDULER = (
     ("start_lr", "max_lr"),

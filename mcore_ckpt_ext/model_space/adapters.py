@@ -17,7 +17,9 @@ import re
 from collections.abc import Iterable
 
 MARK = ".adapter."
-IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
+IN = "linear_in.weight"
+OUT = "linear_out.weight"
+MAGNITUDE = "weight_magnitude"
 PARTS = {"linear_qkv": ("adapter_q", "adapter_k", "adapter_v"), "linear_fc1": ("adapter_gate", "adapter_up")}
 """The adapters of one linear in CanonicalLoRA, in the order of its rows."""
 

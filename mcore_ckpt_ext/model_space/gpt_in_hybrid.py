@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.names import Layer, in_layer, split_layer
 
-_ATTENTION, _DENSE, _EXPERTS, _NEW = "*", "-", "E", "M"
+_ATTENTION = "*"
+_DENSE = "-"
+_EXPERTS = "E"
+_NEW = "M"
 _FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 
 

@@ -50,10 +50,11 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
     unknown = [layer + suffix for layer, own in layers.items() for suffix in own if _is_strange(suffix, own)]
     if unknown:
         raise UnsupportedCheckpointError(
-            "the names of this layer's parameters in the other layer spec are unknown", found=join_some(unknown, 3),
+            "the names of this layer's parameters in the other layer spec are unknown",
+            found=join_some(unknown, 3),
             expected="attention, plain or latent, and an MLP or experts",
             hint="keep the layer spec: leave --transformer-impl out",
-        )  # fmt: skip
+        )
     renamed = {
         layer + suffix: layer + with_prefix_replaced(suffix, _pairs(suffixes, engine))
         for layer, suffixes in layers.items()
@@ -79,7 +80,8 @@ def _has(layer: Collection[str], *modules: str) -> bool:
 
 def _pairs(suffixes: Collection[str], engine: bool) -> Iterator[tuple[str, str]]:
     """Yield the replacements in the names of one layer."""
-    latent, experts = _is_latent(suffixes), _has(suffixes, "mlp.experts.", "mlp.router.")
+    latent = _is_latent(suffixes)
+    experts = _has(suffixes, "mlp.experts.", "mlp.router.")
     fused, separate = _MLP
     is_fused = not experts if engine else not latent
     yield (separate, fused) if is_fused else (fused, separate)

@@ -194,9 +194,13 @@ def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, versio
 
 
 def _parsed(name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tuple[str, str]]) -> ParameterName:
-    block, layer, rest = None, None, name
+    block = None
+    layer = None
+    rest = name
     if match := _LAYER.match(name):
-        block, layer, rest = match[1], int(match[2]), match[3]
+        block = match[1]
+        layer = int(match[2])
+        rest = match[3]
         if is_language_block(block):  # the layers of vision towers have no such map (vit_layer_specs.py)
             rest = with_prefix_replaced(rest, renaming)
     for pattern in experts:

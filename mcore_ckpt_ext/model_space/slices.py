@@ -47,7 +47,8 @@ class Slice:
         """Yield (region, first element in it, last + 1, first element in this slice) for each region."""
         begin = 0
         for region in self.regions:
-            low, high = max(self.start, begin), min(self.stop, begin + region.numel)
+            low = max(self.start, begin)
+            high = min(self.stop, begin + region.numel)
             if low < high:
                 yield region, low - begin, high - begin, low - self.start
             begin += region.numel

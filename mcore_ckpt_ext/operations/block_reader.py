@@ -27,7 +27,8 @@ class BlockReader:
 
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
-        self._proof, self._derives_weights = checkpoint.proof, checkpoint.weights_derived_from_masters
+        self._proof = checkpoint.proof
+        self._derives_weights = checkpoint.weights_derived_from_masters
         self._source = cached(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
         # One thread, because the caller reads several records at once.
@@ -177,6 +178,8 @@ def _check_fits_float16(
     if (lost := exact.isfinite() & ~rounded.isfinite()).any():
         raise UnsupportedCheckpointError(
             "a value is too large for float16 and would become infinite",
-            found=f"{exact[lost].abs().max().item():g}", expected=f"at most {torch.finfo(torch.float16).max:g}",
-            where=placed.wanted.slice.regions[0].name, hint="choose another dtype: --dtype bfloat16",
-        )  # fmt: skip
+            found=f"{exact[lost].abs().max().item():g}",
+            expected=f"at most {torch.finfo(torch.float16).max:g}",
+            where=placed.wanted.slice.regions[0].name,
+            hint="choose another dtype: --dtype bfloat16",
+        )

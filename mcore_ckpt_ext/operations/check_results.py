@@ -61,9 +61,16 @@ def verification_result(found: Verification) -> VerificationResult:
     )
     checks = tuple(_checks(found))
     return VerificationResult(
-        SCHEMA, found.path, found.iteration, found.quick, found.sound, checks, tuple(problems), found.recorded,
+        SCHEMA,
+        found.path,
+        found.iteration,
+        found.quick,
+        found.sound,
+        checks,
+        tuple(problems),
+        found.recorded,
         found.account,
-    )  # fmt: skip
+    )
 
 
 def _checks(found: Verification) -> Iterator[CheckResult]:

@@ -202,7 +202,8 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
     opened = open_both((a, b), of_family, facts, weights)
     rows: list[int | None] = [None, None]
     for index, path in enumerate((a, b)):
-        this, other = opened[index], opened[1 - index]
+        this = opened[index]
+        other = opened[1 - index]
         if this.format_reader.is_model_folder and not other.format_reader.is_model_folder:
             from mcore_ckpt_ext.families.vision_towers import vision_model_type
             from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
@@ -214,7 +215,8 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
             elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
     as_stored = all(checkpoint.format_reader.is_model_folder for checkpoint in opened)  # neither is rounded then
-    of_a, of_b = opened[0], with_names_of(opened[1], opened[0])
+    of_a = opened[0]
+    of_b = with_names_of(opened[1], opened[0])
     return _Side(of_a, rows[0], as_stored), _Side(of_b, rows[1], as_stored)
 
 
@@ -266,10 +268,12 @@ def _compare_tensor(
     sides: tuple[_Side, _Side], kind: str, name: str, counter: ByteCounter, pictures: bool
 ) -> TensorDifference:
     a, b = (side.tensor(kind, name) for side in sides)
-    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+    shapes = (a.shape, b.shape)
+    dtypes = (a.dtype, b.dtype)
     if a.shape[1:] != b.shape[1:] or len(a.shape) != len(b.shape):
         return TensorDifference(kind, a.name, shapes, dtypes)
-    row, common = prod(a.shape[1:]), min(prod(a.shape), prod(b.shape))
+    row = prod(a.shape[1:])
+    common = min(prod(a.shape), prod(b.shape))
     tally = Tally(MapBuilder(a.shape) if pictures else None)
     for wanted in blocks((Region.whole(a.name, a.shape),), common):
         of_a = sides[0].read(kind, wanted)
@@ -282,9 +286,18 @@ def _compare_tensor(
         padding = _padding(longer, side, label, kind, common, row)
     first = None if tally.first is None else (index_of(tally.first[0], a.shape), *tally.first[1:])
     return TensorDifference(
-        kind, a.name, shapes, dtypes, common, tally.different, tally.signed_zeros, tally.largest, first, padding,
+        kind,
+        a.name,
+        shapes,
+        dtypes,
+        common,
+        tally.different,
+        tally.signed_zeros,
+        tally.largest,
+        first,
+        padding,
         where=tally.picture.finished() if tally.picture and tally.different else None,
-    )  # fmt: skip
+    )
 
 
 def _padding(tensor: LogicalTensor, side: _Side, label: str, kind: str, begin: int, row: int) -> PaddingRows:

@@ -28,7 +28,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
     iteration_number,
     no_checkpoint,
     read_tracker,
-)  # fmt: skip
+)
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, check_plans
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -78,7 +78,9 @@ def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedChec
 
 
 def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpoint:
-    where, named, folder = str(tracker.path), tracker.iteration, tracker.folder
+    where = str(tracker.path)
+    named = tracker.iteration
+    folder = tracker.folder
     if folder is None:
         return LocatedCheckpoint(None, (error(COMPLETE, where, f"it names no iteration: {tracker.text!r}"),))
     newer = [entry.name for number, entry in sorted(iterations.items()) if named is not None and number > named]
@@ -95,7 +97,8 @@ def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpo
 
 
 def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
-    number, tracker = iteration_number(folder), read_tracker(folder.parent / TRACKER_FILE)
+    number = iteration_number(folder)
+    tracker = read_tracker(folder.parent / TRACKER_FILE)
     if number is not None and tracker and tracker.iteration is not None and tracker.iteration < number:
         what = f"it names iteration {tracker.iteration}: this save was not finished, or not the last"
         yield warning(COMPLETE, str(tracker.path), what)
@@ -147,7 +150,8 @@ def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], s
             by_file[extent.file].append(_Record(extent.offset, extent.length, key))
     for key, stored in index.objects.items():
         by_file[stored.file].append(_Record(stored.offset, stored.length, key))
-    findings, failed = [], set()
+    findings = []
+    failed = set()
     for file, records in sorted(by_file.items()):
         found = list(_check_file(reader, file, records))
         findings += found
@@ -181,10 +185,12 @@ def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iter
             path.name,
             size,
         )
-    end, last = 0, ""
+    end = 0
+    last = ""
     for offset, length, key in sorted(records):
         if offset < end:
             yield error(
                 COMPLETE, str(path), f"the records of {last} and {key} overlap at byte {offset:,}", path.name, offset
             )
-        end, last = max(end, offset + length), key
+        end = max(end, offset + length)
+        last = key

@@ -180,9 +180,11 @@ def convert(
     filler = BlockReader(checkpoint, accept_lost)
     differing: list[str] = []
     notes = [
-        *output.notes, *_left_by_offload(checkpoint), *(f"{one.where}: {one.what}" for one in findings),
+        *output.notes,
+        *_left_by_offload(checkpoint),
+        *(f"{one.where}: {one.what}" for one in findings),
         *(note for folder in folders for note in _edited(folder)),
-    ]  # fmt: skip
+    ]
     if not dry_run:
         with reraise_as_unreadable(checkpoint.folder):
             differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
@@ -215,7 +217,7 @@ def convert(
         lost=lost,
         account=account,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
-    )  # fmt: skip
+    )
 
 
 def _edited(folder: Path) -> list[str]:

@@ -110,7 +110,9 @@ def check_arrays(buffers: Buffers) -> Iterator[Finding]:
 
 def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
     """Check the pieces of one flat array."""
-    end, missing, twice = 0, 0, 0
+    end = 0
+    missing = 0
+    twice = 0
     for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
         missing += max(0, start - end)
         twice += max(0, min(end, stop) - start)
@@ -140,7 +142,8 @@ def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
 
     The other parameters and the parameter groups show which kinds belong together.
     """
-    optimizer, known = checkpoint.optimizer, set(checkpoint.names(WEIGHT))
+    optimizer = checkpoint.optimizer
+    known = set(checkpoint.names(WEIGHT))
     kinds_of: dict[str, frozenset[str]] = {}
     for kind in optimizer.kinds:
         for name in optimizer.names(kind):

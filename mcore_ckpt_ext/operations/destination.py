@@ -25,8 +25,11 @@ from mcore_ckpt_ext.storage.paths import as_path, is_remote
 
 # Megatron's own files next to the iterations (megatron/training: checkpointing.py, training.py, utils.py, 0.7 to 0.19).
 _OF_RUNS = (
-    re.escape(TRACKER_FILE), re.escape(LATEST_TRAIN_STATE), r"latest_wandb_artifact_path\.txt", r"progress\.txt",
-)  # fmt: skip
+    re.escape(TRACKER_FILE),
+    re.escape(LATEST_TRAIN_STATE),
+    r"latest_wandb_artifact_path\.txt",
+    r"progress\.txt",
+)
 # Files of Megatron-Bridge and this tool in an iteration, whatever its format is.
 _OF_ITERATIONS = (
     rf"mcore_ckpt_ext\.json|{re.escape(DIGESTS_FILE)}|integrity\.json|run_config\.yaml|train_state\.pt",
@@ -99,17 +102,20 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
             raise DestinationError("invalid name for a folder", found=repr(str(found)), hint="choose another name")
         if found.is_symlink():
             raise DestinationError(
-                "the destination is a symbolic link", found=f"a link to {found.readlink()}", where=str(found),
+                "the destination is a symbolic link",
+                found=f"a link to {found.readlink()}",
+                where=str(found),
                 hint="use the folder that it points to",
-            )  # fmt: skip
+            )
         found = Path(os.path.realpath(found))
     for source in sources:
         if _nested(found, source):
             raise DestinationError(
-                "the destination is inside the source, or would replace it", found=f"{source} is read",
+                "the destination is inside the source, or would replace it",
+                found=f"{source} is read",
                 where=str(found),
                 hint="choose a folder outside of it",
-            )  # fmt: skip
+            )
     return Destination(found, iteration)
 
 

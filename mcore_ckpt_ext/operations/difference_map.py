@@ -9,7 +9,8 @@ from math import prod
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
 
-MOST_ROWS, MOST_COLUMNS = 16, 64
+MOST_ROWS = 16
+MOST_COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +82,16 @@ class Tally:
     def count(self, a: torch.Tensor, b: torch.Tensor, start: int) -> None:
         """Count differences of two 1-D blocks of equal length that begin at element `start` of the tensor."""
         if a.dtype != b.dtype:
-            a, b = a.double(), b.double()
-        bits_of_a, bits_of_b = bits_of(a), bits_of(b)
+            a = a.double()
+            b = b.double()
+        bits_of_a = bits_of(a)
+        bits_of_b = bits_of(b)
         # Most blocks are equal, which a single pass without temporary memory shows.
         if torch.equal(bits_of_a, bits_of_b):
             return
         positions = (bits_of_a != bits_of_b).nonzero().flatten()
-        first, second = a[positions].double(), b[positions].double()
+        first = a[positions].double()
+        second = b[positions].double()
         self.different += len(positions)
         self.signed_zeros += int(((first == 0) & (second == 0)).sum())
         distance = (first - second).abs()

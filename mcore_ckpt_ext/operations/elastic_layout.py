@@ -136,9 +136,14 @@ def choose_layout(
             version_number(megatron_version) if checkpoint is None else release_of(checkpoint, megatron_version)[0]
         )
         return choose_for(
-            checkpoint, gpus, arguments=arguments, gpus_per_node=gpus_per_node, gpu_memory=gpu_memory,
-            version=version, may_change_batch=may_change_batch,
-        )  # fmt: skip
+            checkpoint,
+            gpus,
+            arguments=arguments,
+            gpus_per_node=gpus_per_node,
+            gpu_memory=gpu_memory,
+            version=version,
+            may_change_batch=may_change_batch,
+        )
 
 
 def choose_for(
@@ -170,7 +175,8 @@ def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict
     if not arguments:
         return {}
     stated = with_virtual_stages({**checkpoint.arguments.raw, **arguments})
-    saved, own = checkpoint.layout, ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
+    saved = checkpoint.layout
+    own = ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
     if any(getattr(saved, name) != getattr(own, name) for name in PINS.values()):
         stated |= {"data_parallel_size": None, "world_size": None}
     return stated
@@ -183,7 +189,8 @@ def with_virtual_stages(arguments: Mapping[str, object]) -> dict[str, Any]:
     """
     values: dict[str, Any] = dict(arguments)
     pipeline = values.get("pipeline_model_parallel_size") or 1
-    text, pattern = values.get("pipeline_model_parallel_layout"), values.get("hybrid_layer_pattern")
+    text = values.get("pipeline_model_parallel_layout")
+    pattern = values.get("hybrid_layer_pattern")
     per_stage, stages = (values.get(name) for name in _STAGES)
     virtual = values.get("virtual_pipeline_model_parallel_size")
     if isinstance(text, str) and (parsed := StageLayout.parse(text)) is not None:
@@ -216,9 +223,7 @@ def _chosen(
             hint="give it: without it, Megatron derives the batch from the number of GPUs",
         )
     old = ParallelLayout.from_arguments(job)
-    request = ElasticRequest(
-        gpus, gpus_per_node, version, gpu_memory, recomputation_of(job, None), may_change_batch
-    )  # fmt: skip
+    request = ElasticRequest(gpus, gpus_per_node, version, gpu_memory, recomputation_of(job, None), may_change_batch)
     found = choose(job, table, old, request, buffers_of(job, table, version))
     if found.chosen is None:
         raise _refusal(found, old, gpus, gpu_memory)
@@ -226,7 +231,8 @@ def _chosen(
 
 
 def _described(one: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
-    choice, layout = one.choice, one.choice.layout
+    choice = one.choice
+    layout = one.choice.layout
     keeps = all(getattr(layout, name) == getattr(old, name) for name in PINS.values())
     micro, whole = batch_of(job)
     return ChosenLayout(
@@ -250,7 +256,8 @@ def _described(one: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: i
 
 def _arguments(one: FoundLayout, job: JobArguments, old: ParallelLayout) -> dict[str, Any]:
     """Return Megatron's arguments before validation: what it derives is left out."""
-    choice, layout = one.choice, one.choice.layout
+    choice = one.choice
+    layout = one.choice.layout
     derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
     values = {name: value for name, value in arguments_of(one).items() if name not in derived}
     values |= {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}

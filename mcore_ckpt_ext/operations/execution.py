@@ -30,7 +30,9 @@ class LocalOutput:
         self, destination: Destination, fingerprint: str, team: Communicator, workers: int, block_bytes: int
     ) -> None:
         self._publication = Publication(destination.path, fingerprint, team.rank, destination.check_replaceable)
-        self._team, self._workers, self._block_bytes = team, workers, block_bytes
+        self._team = team
+        self._workers = workers
+        self._block_bytes = block_bytes
         self.folder = self._publication.folder
 
     def write(
@@ -45,7 +47,8 @@ class LocalOutput:
             DestinationError: the destination exists, or writing failed.
             CheckpointError: `filler` or `checks` raised it.
         """
-        team, publication = self._team, self._publication
+        team = self._team
+        publication = self._publication
         notes: list[str] = []
         try:
             on_first(team, lambda: publication.open(force=force, resume=resume))
@@ -90,7 +93,9 @@ class RemoteOutput:
         self, destination: Destination, fingerprint: str, team: Communicator, workers: int, block_bytes: int
     ) -> None:
         self._upload = Upload(cast("StorePath", destination.path), fingerprint, team.rank)
-        self._team, self._workers, self._block_bytes = team, workers, block_bytes
+        self._team = team
+        self._workers = workers
+        self._block_bytes = block_bytes
         self.folder = destination.path
 
     def write(

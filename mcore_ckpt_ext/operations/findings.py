@@ -26,10 +26,22 @@ RECORDED_TENSORS = "recorded tensors"
 IDS = {
     name: name.replace(" ", "-")
     for name in (
-        COMPLETE, FILE_DIGESTS, COVERED, KNOWN, MANIFEST, CHECKSUMS, DIGESTS, MASTERS, COPIES, VALUES, DTYPES, SCALES,
-        RECORDED_FILES, RECORDED_TENSORS,
+        COMPLETE,
+        FILE_DIGESTS,
+        COVERED,
+        KNOWN,
+        MANIFEST,
+        CHECKSUMS,
+        DIGESTS,
+        MASTERS,
+        COPIES,
+        VALUES,
+        DTYPES,
+        SCALES,
+        RECORDED_FILES,
+        RECORDED_TENSORS,
     )
-}  # fmt: skip
+}
 """The id of each check by its name in text, in the order of reports; ids are public and are never reused."""
 OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, MASTERS, COPIES, VALUES}
 """Checks that read the content of files, which `--quick` leaves out."""

@@ -17,10 +17,12 @@ from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 # Settings that every parameter group needs, and Adam's groups besides (torch.optim, Transformer Engine's FusedAdam).
-_NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
+_NEEDED = ("lr", "weight_decay")
+_OF_ADAM = ("eps",)
 # Settings that select a group of Megatron (`_get_param_groups`, megatron/core/optimizer/__init__.py, core_v0.7.0 to
 # 0.19.2), and their types.
-_NUMBERS, _SWITCHES = ("lr_mult", "wd_mult"), ("is_expert_parallel", "is_decoupled_lr")
+_NUMBERS = ("lr_mult", "wd_mult")
+_SWITCHES = ("is_expert_parallel", "is_decoupled_lr")
 
 
 def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -154,7 +154,8 @@ def inspect(
 
 
 def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
-    layout, writer = checkpoint.layout, writer_of(checkpoint)
+    layout = checkpoint.layout
+    writer = writer_of(checkpoint)
     grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
     with_job = has_job(checkpoint, writer)
     on_disk = file_sizes(checkpoint.folder, skip_forbidden=True)
@@ -255,11 +256,17 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
     The arguments of a job are left out, too, if no job saved the checkpoint.
     """
     names = {
-        "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
-        "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
-        "experts per token": "moe_router_topk", "sequence length": "seq_length",
-        "vocabulary, padded": "padded_vocab_size", "layer spec": "transformer_impl",
-    }  # fmt: skip
+        "layers": "num_layers",
+        "hidden size": "hidden_size",
+        "feed-forward size": "ffn_hidden_size",
+        "attention heads": "num_attention_heads",
+        "query groups": "num_query_groups",
+        "experts": "num_experts",
+        "experts per token": "moe_router_topk",
+        "sequence length": "seq_length",
+        "vocabulary, padded": "padded_vocab_size",
+        "layer spec": "transformer_impl",
+    }
     if not checkpoint.format_reader.is_of_job:
         del names["sequence length"], names["vocabulary, padded"], names["layer spec"]
         names |= {"positions": "max_position_embeddings", "vocabulary": "vocab_size"}

@@ -191,7 +191,8 @@ def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Fin
     path = folder / _MANIFEST_FILE
     try:
         manifest = parsed(read_file(folder, _MANIFEST_FILE))
-        algorithm, files = manifest.get("algorithm", _ALGORITHM), dict(manifest["files"])
+        algorithm = manifest.get("algorithm", _ALGORITHM)
+        files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         return [error(MANIFEST, str(path), f"it cannot be read: {type(problem).__name__}: {problem}")]
     if algorithm != _ALGORITHM:

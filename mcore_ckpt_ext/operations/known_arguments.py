@@ -11,9 +11,14 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.table import encodings_named
 
 _NEEDED: Sequence[str] = (
-    "num_layers", "num_attention_heads", "hidden_size", "seq_length", "global_batch_size", "micro_batch_size",
+    "num_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "seq_length",
+    "global_batch_size",
+    "micro_batch_size",
     "make_vocab_size_divisible_by",
-)  # fmt: skip
+)
 
 
 def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobArguments:

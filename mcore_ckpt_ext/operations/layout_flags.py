@@ -14,7 +14,8 @@ from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
 
 def arguments_of(one: FoundLayout) -> dict[str, Any]:
     """Return Megatron's arguments of a layout, as they are after parsing."""
-    choice, layout = one.choice, one.choice.layout
+    choice = one.choice
+    layout = one.choice.layout
     return {
         **{SIZE_ARGUMENTS[name]: size for name, size in layout.sizes().items()},
         SIZE_ARGUMENTS["virtual_pipeline"]: layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
@@ -36,7 +37,8 @@ def flags_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})
         one: the layout.
         changes: what the job changes besides, by the name of the argument.
     """
-    choice, layout = one.choice, one.choice.layout
+    choice = one.choice
+    layout = one.choice.layout
     sizes = {
         dimension.argument: getattr(layout, dimension.name)
         for dimension in sorted(OF_MODEL, key=lambda dimension: dimension.is_of_experts)

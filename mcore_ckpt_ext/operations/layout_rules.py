@@ -70,7 +70,8 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
     }
     model_ranks = lcm(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
     model = with_shown_arguments(checkpoint, checkpoint.arguments)
-    pattern, stages = model.hybrid_layer_pattern or "", layout.pipeline * sizes["virtual_pipeline"]
+    pattern = model.hybrid_layer_pattern or ""
+    stages = layout.pipeline * sizes["virtual_pipeline"]
     if pattern and pattern.count("|") + 1 != stages:
         # The files are those of a job that divides the same layers otherwise.
         model = model.replace(hybrid_layer_pattern=pattern.replace("|", ""))

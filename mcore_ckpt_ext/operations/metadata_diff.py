@@ -104,7 +104,8 @@ def _multiplied(checkpoint: CheckpointView) -> str:
 
 def _scaling(checkpoint: CheckpointView) -> str:
     """Return the number of modules with fp8 scaling, and a digest of its values; empty without any."""
-    count, digest = 0, hashlib.sha256()
+    count = 0
+    digest = hashlib.sha256()
     for name, state in sorted(checkpoint.extra_states().items()):
         try:
             parts = [(what, values.numpy().tobytes()) for what, values in sorted(scaling_of(state).items())]

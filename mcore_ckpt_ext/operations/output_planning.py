@@ -45,17 +45,20 @@ def _check_vocabulary(checkpoint: CheckpointView, requested: int | None) -> None
     """
     if requested is not None and requested < (checkpoint.tokens or 0):
         raise UsageError(
-            "the vocabulary would lose tokens", found=f"--vocab-size {requested}",
+            "the vocabulary would lose tokens",
+            found=f"--vocab-size {requested}",
             expected=f"{checkpoint.tokens} or more: the number of tokens recorded in the source",
-            where=str(checkpoint.folder), hint="leave the option out",
-        )  # fmt: skip
+            where=str(checkpoint.folder),
+            hint="leave the option out",
+        )
     if requested is not None and requested > (checkpoint.vocabulary_rows or requested):
         raise UsageError(
             "the vocabulary has fewer rows than that: the other tokens would be zeros",
             found=f"--vocab-size {requested}",
-            expected=f"{checkpoint.vocabulary_rows} or less", where=str(checkpoint.folder),
+            expected=f"{checkpoint.vocabulary_rows} or less",
+            where=str(checkpoint.folder),
             hint="pass the tokenizer's own size; Megatron's padding is added",
-        )  # fmt: skip
+        )
 
 
 def _check_experts(checkpoint: CheckpointView, requested: int | None) -> None:
@@ -68,9 +71,10 @@ def _check_experts(checkpoint: CheckpointView, requested: int | None) -> None:
     if requested is not None and requested > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
         raise UsageError(
             "the model has no experts to distribute over expert-parallel ranks",
-            found=f"--expert-model-parallel-size {requested}", where=str(checkpoint.folder),
+            found=f"--expert-model-parallel-size {requested}",
+            where=str(checkpoint.folder),
             hint="leave the option out",
-        )  # fmt: skip
+        )
     experts = checkpoint.arguments.num_experts
     if requested is not None and experts and (reason := undivided_experts(experts, requested)):
         raise refused_layout(checkpoint, reason)

@@ -41,7 +41,8 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
         UnsupportedCheckpointError: the checkpoint does not describe its model completely.
     """
     names = checkpoint.names(WEIGHT)
-    block, twice = pipelined_block(names), second_names(names)
+    block = pipelined_block(names)
+    twice = second_names(names)
     if not names or block is None or not job.num_layers:
         raise UnsupportedCheckpointError(
             "the pipeline division of the checkpoint's model is unknown",
@@ -65,10 +66,18 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
             shape = (min(checkpoint.tokens, shape[0]), *shape[1:])
         parameters.append(
             Parameter(
-                name, shape, width, _place(name, block, prefix, job), whole_cut(name, tensor.shape, job),
-                parse(name).expert, rows_of_tokens, in_memory, stored, is_distributed,
+                name,
+                shape,
+                width,
+                _place(name, block, prefix, job),
+                whole_cut(name, tensor.shape, job),
+                parse(name).expert,
+                rows_of_tokens,
+                in_memory,
+                stored,
+                is_distributed,
             )
-        )  # fmt: skip
+        )
     stored_rows = checkpoint.vocabulary_rows or 0
     padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or ROWS_DIVISOR)
     return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
@@ -130,7 +139,9 @@ _Matrix = tuple[str, tuple[int, int], Cut | None, "int | None"]
 
 def _matrices(part: Part, sizes: ModelSizes) -> Iterator[_Matrix]:
     """Yield the large matrices of a part of a layer."""
-    hidden, columns, rows = sizes.hidden, Cut(0), Cut(1)
+    hidden = sizes.hidden
+    columns = Cut(0)
+    rows = Cut(1)
     match part:
         case Part.ATTENTION if sizes.is_latent:
             yield "linear_kv_down_proj", (sizes.key_rank, hidden), None, None
@@ -152,7 +163,8 @@ def _matrices(part: Part, sizes: ModelSizes) -> Iterator[_Matrix]:
             yield "linear_fc1", (sizes.gates * sizes.feed_forward, hidden), Cut(0, sizes.gates), None
             yield "linear_fc2", (hidden, sizes.feed_forward), rows, None
         case Part.EXPERTS:
-            width, shared = sizes.expert_feed_forward, sizes.shared_feed_forward
+            width = sizes.expert_feed_forward
+            shared = sizes.shared_feed_forward
             for expert in range(sizes.experts):
                 yield "linear_fc1", (sizes.gates * width, sizes.expert_width), Cut(0, sizes.gates), expert
                 yield "linear_fc2", (sizes.expert_width, width), rows, expert

@@ -12,7 +12,9 @@ class ByteCounter:
     """Adds up the work of threads and reports bytes so far, and in all (`total` may be an estimate)."""
 
     def __init__(self, total: int, progress: Progress, done: int = 0) -> None:
-        self._done, self._total, self._progress = done, total, progress
+        self._done = done
+        self._total = total
+        self._progress = progress
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:

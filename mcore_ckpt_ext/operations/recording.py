@@ -78,8 +78,11 @@ class FileHash:
     """The SHA-256 of a file whose tensors are read anyway, in the order of their offsets."""
 
     def __init__(self, reader: FolderReader, file: str) -> None:
-        self._reader, self._file = reader, file
-        self._sha256, self._position, self._is_readable = hashlib.sha256(), 0, True
+        self._reader = reader
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self._position = 0
+        self._is_readable = True
 
     def read_until(self, offset: int) -> None:
         """Read and add the bytes before `offset` that have not been added."""
@@ -254,7 +257,8 @@ class _ModelTensors:
 
     def __init__(self, checkpoint: CheckpointView) -> None:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
-        self._transfer, self._rooms = Transfer(checkpoint.reader, workers=1), Rooms()
+        self._transfer = Transfer(checkpoint.reader, workers=1)
+        self._rooms = Rooms()
         self._sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
         self._sources[WEIGHT] = cached(checkpoint.weights)
 
@@ -291,7 +295,8 @@ class _StoredTensors:
     def digest(self, key: Key) -> TensorDigest:
         """Read a tensor and return its digest."""
         tensor = self._tensors[key]
-        hashed, numel = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape), prod(tensor.shape)
+        hashed = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape)
+        numel = prod(tensor.shape)
         for start in range(0, numel, BLOCK_ELEMENTS):
             count = min(BLOCK_ELEMENTS, numel - start)
             hashed.add(self._transfer.elements(tensor.extent, tensor.first + start, count))

@@ -58,7 +58,8 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
     Raises:
         CheckpointError: a copy cannot be read.
     """
-    transfer, found = Transfer(checkpoint.reader, workers=1), []
+    transfer = Transfer(checkpoint.reader, workers=1)
+    found = []
     for kind in kinds:
         shifted = shifted_names(checkpoint, kind)
         for name in checkpoint.names(kind)[share[0] :: share[1]]:

@@ -19,9 +19,18 @@ from mcore_ckpt_ext.storage.json_tree import encode
 _DEFAULTS = {"wd_mult": 1.0, "lr_mult": 1.0}
 # Settings of a parameter group that say how and where a job computes its steps, without effect on the result.
 _WITHOUT_EFFECT = {
-    "is_expert_parallel", "default_config", "offload_fraction", "param_update_in_fp32", "pin_cpu_grads",
-    "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused", "foreach", "capturable", "differentiable",
-}  # fmt: skip
+    "is_expert_parallel",
+    "default_config",
+    "offload_fraction",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+}
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 _ABSENT = "none"
 

@@ -14,9 +14,18 @@ SourceState = list[tuple[object, ...]]
 
 # Attributes by which stores of fsspec identify contents of a file; attributes that change on reading are left out.
 _MARKS = (
-    "ETag", "etag", "generation", "md5Hash", "crc32c", "VersionId", "LastModified", "last_modified", "updated", "mtime",
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "crc32c",
+    "VersionId",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
     "created",
-)  # fmt: skip
+)
 
 
 def state_before(source: Path) -> dict[Path, SourceState]:
@@ -59,6 +68,8 @@ def check_unchanged(folder: Path, before: SourceState) -> None:
     if after != before:
         changed = sorted({str(entry[0]) for entry in {*after} ^ {*before}})
         raise UnreadableCheckpointError(
-            "the source changed while it was read; nothing was published", found=f"another state of {changed[0]}",
-            where=str(folder), hint="convert a checkpoint that no job is writing",
-        )  # fmt: skip
+            "the source changed while it was read; nothing was published",
+            found=f"another state of {changed[0]}",
+            where=str(folder),
+            hint="convert a checkpoint that no job is writing",
+        )

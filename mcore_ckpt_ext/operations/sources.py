@@ -51,9 +51,12 @@ def open_source(
     if merge is not None and is_adapter_folder(path):
         if weights is not None:
             raise UsageError(
-                "the model of a PEFT folder is given twice", found=f"--merge {merge}, --weights {weights}",
-                expected="one model", where=str(path), hint="leave --weights out",
-            )  # fmt: skip
+                "the model of a PEFT folder is given twice",
+                found=f"--merge {merge}, --weights {weights}",
+                expected="one model",
+                where=str(path),
+                hint="leave --weights out",
+            )
         weights = merge
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights, index=index)
     require_weights(checkpoint)
@@ -74,9 +77,10 @@ def open_source(
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
         raise UsageError(
             "--family applies only if a Hugging Face folder is read or written",
-            found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
+            found=f"--family {family.name}, from {checkpoint.format} to {target.name}",
+            where=str(checkpoint.folder),
             hint="leave the option out",
-        )  # fmt: skip
+        )
     return checkpoint
 
 
@@ -121,8 +125,10 @@ def require_weights(checkpoint: CheckpointView) -> None:
     if checkpoint.optimizer_format and not checkpoint.names(WEIGHT):
         raise UnsupportedCheckpointError(
             "the checkpoint has an optimizer without weights, and cannot be verified without them",
-            found=checkpoint.optimizer_format, where=str(checkpoint.folder), hint=NAME_THEM,
-        )  # fmt: skip
+            found=checkpoint.optimizer_format,
+            where=str(checkpoint.folder),
+            hint=NAME_THEM,
+        )
 
 
 def _merged(
@@ -134,18 +140,25 @@ def _merged(
         UsageError: model and adapters do not belong together, or the target does not support such a model.
     """
     if not any(map(is_adapter, checkpoint.names(WEIGHT))):
-        raise UsageError("the checkpoint has no adapters to merge", found="--merge", where=str(checkpoint.folder),
-                         hint="leave the option out")  # fmt: skip
+        raise UsageError(
+            "the checkpoint has no adapters to merge",
+            found="--merge",
+            where=str(checkpoint.folder),
+            hint="leave the option out",
+        )
     base = open_checkpoint(path, family=family)
     if not target.is_model_folder and (base.format_reader.is_model_folder or target.transformer_impl is not None):
         raise UsageError(
             "--merge writes a Hugging Face folder if it merges into one, and keeps the layer spec of a "
-            "Megatron checkpoint", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
+            "Megatron checkpoint",
+            found=f"--merge {path} --to {target.name}",
+            where=str(checkpoint.folder),
             hint="convert in two steps: first with --merge FOLDER --to hf, then the folder that this writes",
-        )  # fmt: skip
+        )
     from mcore_ckpt_ext.formats.merged import merged_view
 
-    scaling, passed = scaling_of(checkpoint, target.lora_alpha), parse_assignments(target.arguments)
+    scaling = scaling_of(checkpoint, target.lora_alpha)
+    passed = parse_assignments(target.arguments)
     return merged_view(base, checkpoint, scaling, family, passed)
 
 
@@ -160,6 +173,7 @@ def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> 
         raise UsageError(
             "the layer spec can be chosen for jobs of Megatron-LM only",
             found=f"--transformer-impl {spec}, --for bridge",
-            where=str(checkpoint.folder), hint="leave the option out",
-        )  # fmt: skip
+            where=str(checkpoint.folder),
+            hint="leave the option out",
+        )
     return checkpoint if checkpoint.arguments.transformer_impl == spec else under_layer_spec(checkpoint, spec)

@@ -27,12 +27,15 @@ class StateCheck:
     """
 
     def __init__(self, checkpoint: CheckpointView, results: Results, failed: set[str]) -> None:
-        self._checkpoint, self._results, self._failed = checkpoint, results, failed
+        self._checkpoint = checkpoint
+        self._results = results
+        self._failed = failed
         self._folder = str(checkpoint.folder)
 
     def check_metadata(self) -> None:
         """Check the metadata; the packing of flat buffers is not recovered, because that reads elements."""
-        checkpoint, results = self._checkpoint, self._results
+        checkpoint = self._checkpoint
+        results = self._results
         with self._refusals(COVERED):
             if checkpoint.optimizer_format is None or not opens_by_metadata(checkpoint.optimizer_format):
                 return
@@ -50,7 +53,8 @@ class StateCheck:
         Returns:
             True if the state can be read parameter by parameter.
         """
-        checkpoint, findings = self._checkpoint, self._results.findings
+        checkpoint = self._checkpoint
+        findings = self._results.findings
         if checkpoint.optimizer_format is None:
             if not checkpoint.format_reader.is_model_folder:
                 what = "it has no supported optimizer state: only its weights were checked"
@@ -73,14 +77,16 @@ class StateCheck:
         return False
 
     def _recover_packing(self, optimizer: Buffers) -> bool:
-        findings, checks = self._results.findings, self._results.checks
+        findings = self._results.findings
+        checks = self._results.checks
         findings.extend([*check_arrays(optimizer), *check_groups(optimizer)])
         arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
         if self._failed & {piece.extent.file for array in arrays for piece in array.pieces}:
             checks.append(Check(MASTERS, _FILES_GONE, done=False))
             return False
         sidecar = str(self._checkpoint.folder / SIDECAR_FILE)
-        before, looked_at = len(findings), len(checks)
+        before = len(findings)
+        looked_at = len(checks)
         for group in optimizer.groups.values():
             with self._refusals(MASTERS, str(group)):
                 if reason := optimizer.packing_of(group).sidecar_problem:
@@ -97,7 +103,9 @@ class StateCheck:
     @contextmanager
     def _refusals(self, check: str, where: str = "") -> Iterator[None]:
         """Turn a refusal to read the optimizer into a finding."""
-        findings, checks, where = self._results.findings, self._results.checks, where or self._folder
+        findings = self._results.findings
+        checks = self._results.checks
+        where = where or self._folder
         try:
             yield
         except ContentError as problem:

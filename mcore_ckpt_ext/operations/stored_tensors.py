@@ -129,7 +129,9 @@ class _ElementCheck:
     """Checks one tensor or archive at a time; thread-safe."""
 
     def __init__(self, listing: Listing, advance: Callable[[int], None], *, digest_tensors: bool) -> None:
-        self._reader, self._advance, self._digest_tensors = listing.reader, advance, digest_tensors
+        self._reader = listing.reader
+        self._advance = advance
+        self._digest_tensors = digest_tensors
         self._transfer = Transfer(listing.reader, workers=1)
         self._rooms = Rooms()
 
@@ -169,8 +171,12 @@ class _ElementCheck:
 
     def _check(self, tensor: ListedTensor, hashed: TensorHash | None, whole: FileHash | None) -> list[Finding]:
         payload = self._transfer.locate(tensor.extent)
-        size, numel, crc = payload.dtype.itemsize, prod(tensor.shape), 0
-        begin, tally, wrong_scales = payload.offset + tensor.first * size, Tally(), 0
+        size = payload.dtype.itemsize
+        numel = prod(tensor.shape)
+        crc = 0
+        begin = payload.offset + tensor.first * size
+        tally = Tally()
+        wrong_scales = 0
         expected = _checksum_of(tensor)
         if whole is not None:
             whole.read_until(begin)

@@ -84,9 +84,11 @@ def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], dro
     if unknown:
         raise UsageError(
             "--drop accepts only state that cannot be converted",
-            found=_spelled(unknown), expected=", ".join(there) or "nothing", where=str(checkpoint.folder),
+            found=_spelled(unknown),
+            expected=", ".join(there) or "nothing",
+            where=str(checkpoint.folder),
             hint=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
-        )  # fmt: skip
+        )
 
 
 def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:

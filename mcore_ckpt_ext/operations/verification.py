@@ -136,9 +136,11 @@ def verify(
         if manifest is not None and tensors_only:
             compare_tensors(manifest, run.content, run.digests, shared, run.results)
         elif manifest is not None and against is not None:
-            paths, whole = (as_path(against), folder), weights is None
+            paths = (as_path(against), folder)
+            whole = weights is None
             compare(manifest, *paths, run.content, run.digests, shared, run.results, files_suffice=whole)
-    checks, findings = tuple(run.results.checks), tuple(run.results.findings)
+    checks = tuple(run.results.checks)
+    findings = tuple(run.results.findings)
     found = Verification(
         str(run.folder), quick, checks, findings, iteration=_iteration(run.content), account=run.results.account
     )
@@ -162,12 +164,17 @@ class _Run:
         digest_tensors: bool = False,
         digest_files: bool = False,
     ) -> None:
-        self.folder, self._stored, self._opens = stored.folder, stored, opens
+        self.folder = stored.folder
+        self._stored = stored
+        self._opens = opens
         self.results = Results()
         self.content: Content | None = None
         self.digests = Digests()
-        self._digest_tensors, self._digest_files = digest_tensors, digest_files
-        self._quick, self._workers, self._progress = quick, workers, progress
+        self._digest_tensors = digest_tensors
+        self._digest_files = digest_files
+        self._quick = quick
+        self._workers = workers
+        self._progress = progress
 
     def verify_or_note(self) -> None:
         """Run all steps; invalid metadata is a finding."""
@@ -254,7 +261,8 @@ class _Run:
         """
         checksums = StoredChecksums(checkpoint, failed)
         counter = ByteCounter(checksums.nbytes + _content_bytes(checkpoint), self._progress)
-        confirmed, content = Confirmed(checkpoint.reader), Results()
+        confirmed = Confirmed(checkpoint.reader)
+        content = Results()
         damage: CheckpointError | None = None
         try:
             # No checksum is compared after any other error, such as an interrupt or a broken installation of torch.

@@ -164,7 +164,8 @@ def _of_this_package(checkpoint: CheckpointView, writer: Writer) -> Resumption:
     first = OLDEST if checkpoint.arguments.use_distributed_optimizer else min(writer.first, NEWEST)
     releases = [version for version in releases_between(first) if RESUMES_WITH_THIS_PACKAGE.is_of(version)]
     releases += _unknown_release(writer)
-    note, changed = "tested with 0.16.1, 0.19.0 and 0.19.2", STORES_COMMON_STATE_AS_OBJECT
+    note = "tested with 0.16.1, 0.19.0 and 0.19.2"
+    changed = STORES_COMMON_STATE_AS_OBJECT
     if first < writer.first and changed.is_of(writer.first) and not checkpoint.format_reader.loading.by_rank:
         note = f"before {changed.since} with new random states, if the release has the job's options; {note}"
     return Resumption("Megatron with mcore_ckpt_ext", _span(releases), "any", note)

@@ -81,9 +81,10 @@ def _claims(name: str, keys: StoredKeys) -> set[str]:
         return set()
     prefixes = {key[: match.end()] for key in keys.arrays if _KEY.match(key) and (match := _GROUP.match(key))}
     return {
-        key for key in keys
+        key
+        for key in keys
         if (match := _GROUP.match(key)) and key[: match.end()] in prefixes and (_KEY.match(key) or is_of_group(key))
-    }  # fmt: skip
+    }
 
 
 def _read(

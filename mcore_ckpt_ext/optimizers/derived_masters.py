@@ -137,9 +137,13 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
 
     # Only the weights contain the masters.
     return replace(
-        StateView.of(state), kinds=tuple(dict.fromkeys((FP32_PARAM, *state.kinds))), names=names,
-        logical_tensor=logical_tensor, stored=stored, copies=copies,
-    )  # fmt: skip
+        StateView.of(state),
+        kinds=tuple(dict.fromkeys((FP32_PARAM, *state.kinds))),
+        names=names,
+        logical_tensor=logical_tensor,
+        stored=stored,
+        copies=copies,
+    )
 
 
 def with_masters(
@@ -156,5 +160,6 @@ def with_masters(
         return joined_masters(state, weights)
     if state.buffers:  # they contain all masters, also of fp32 weights
         return state
-    masters, names = set(state.names(FP32_PARAM)), state.names() or trained()
+    masters = set(state.names(FP32_PARAM))
+    names = state.names() or trained()
     return state if masters.issuperset(names) else weights_as_masters(state, weights, names)

@@ -19,7 +19,8 @@ def described(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], argum
     Returns:
         Empty without an optimizer.
     """
-    groups, names = list(groups), []
+    groups = list(groups)
+    names = []
     if not kinds:
         return "SGD" if keeps_nothing(groups) else ""
     if arguments.raw.get("optimizer") == "sgd":

@@ -126,7 +126,8 @@ def _stored(buffers: Buffers, placed: PlacedParameter, kind: str) -> str | None:
     array = buffers.arrays[group.child, group.index].get((key, kind))
     if array is None:
         return None
-    whole, numel = (Region.whole(kind, (array.numel,)),), numel_of(placement.regions)
+    whole = (Region.whole(kind, (array.numel,)),)
+    numel = numel_of(placement.regions)
     parts = []
     for begin in range(0, numel, _BLOCK):
         stop = min(begin + _BLOCK, numel)

@@ -97,9 +97,11 @@ def kind_of_array(state: str, dtype: str) -> str:
 def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
     """Return the parts of a placed parameter in the pieces of its array."""
     parts = []
-    begin, end = placement.start, placement.stop
+    begin = placement.start
+    end = placement.stop
     for piece in array.touching(begin, end):
-        low, high = max(begin, piece.start), min(end, piece.stop)
+        low = max(begin, piece.start)
+        high = min(end, piece.stop)
         if low < high:  # an empty piece overlaps, but contains nothing
             part = Slice(placement.regions, low - begin, high - begin)
             parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))

@@ -189,7 +189,8 @@ class FlatBuffers(OptimizerState):
         key = (group.child, group.index)
         if key not in self._recovered:
             if self._lacks_weights or any(kind == PARAM_REMAINDER for _, kind in self.arrays[key]):
-                contradiction, stale = partial(contradicts, self, group), self._staleness
+                contradiction = partial(contradicts, self, group)
+                stale = self._staleness
                 proposals = [one for one in self._proposals() if not (stale and one.is_recorded)]
                 found = recover_unproven(group, self.models, proposals, contradiction, is_recorded=key in self.digests)
                 self._recovered[key] = replace(found, sidecar_problem=stale)

@@ -14,7 +14,9 @@ from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 
 Group = Mapping[str, Any]
 _PLAIN = (bool, int, float, str, NoneType)
-ADAM, LION, MOMENTUM = "Adam", "Lion", "momentum"
+ADAM = "Adam"
+LION = "Lion"
+MOMENTUM = "momentum"
 
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """The settings that `DistributedOptimizer.load_state_dict` compares, core_v0.14 to 0.18."""
@@ -22,9 +24,7 @@ BOUNDS = ("max_lr", "min_lr")
 """The learning rate's bounds, which the scheduler reads from each group (core_v0.13 and later)."""
 REFINED_IDENTITY = (*IDENTITY, *BOUNDS)
 """`IDENTITY` with the bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
-DEFAULTS: Mapping[str, Any] = {
-    "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False
-}  # fmt: skip
+DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """A group's values by default (`_get_param_groups`, core/optimizer/__init__.py, 0.7 to 0.19)."""
 _PLAIN_ONES = (*REFINED_IDENTITY, *(f"pre_{key}" for key in IDENTITY))
 
@@ -112,9 +112,7 @@ def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
         has_none = key == "wd_mult" and decays and group.get("weight_decay") == 0
         return 0.0 if has_none else DEFAULTS[key]
 
-    return [
-        {**{key: default_of(group, key) for key in IDENTITY if lacks(group, key)}, **group} for group in groups
-    ]  # fmt: skip
+    return [{**{key: default_of(group, key) for key in IDENTITY if lacks(group, key)}, **group} for group in groups]
 
 
 def lacks(group: Group, key: str) -> bool:

@@ -41,7 +41,8 @@ NAME = "legacy_torch_per_parameter"
 MASTERS = "fp32_from_fp16_params"
 _SAMPLE = 64
 # Settings that only groups of Adam have (Lion has no eps, SGD no betas), and Adam's state for each parameter.
-_ADAM, _MOMENTS_OF_ADAM = frozenset({"betas", "eps"}), frozenset({EXP_AVG, EXP_AVG_SQ})
+_ADAM = frozenset({"betas", "eps"})
+_MOMENTS_OF_ADAM = frozenset({EXP_AVG, EXP_AVG_SQ})
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
     """
     masters = optimizer.get(MASTERS)
     inner = optimizer.get("optimizer", optimizer)
-    groups, state = inner.get("param_groups", []), inner.get("state", {})
+    groups = inner.get("param_groups", [])
+    state = inner.get("state", {})
     queues: list[_Queue] = []
     for number, group in enumerate(groups):
         entries = [_tensors(state.get(parameter, {})) for parameter in group["params"]]

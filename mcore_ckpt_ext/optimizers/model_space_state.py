@@ -63,7 +63,9 @@ class ModelSpaceState(OptimizerState):
             self._tensors[kind, name] = LogicalTensor(name, shape[stacked:], array.dtype)
         for chunk in array.chunks:
             if natural is None:
-                offsets, sizes, start = chunk.offsets, chunk.sizes, 0
+                offsets = chunk.offsets
+                sizes = chunk.sizes
+                start = 0
             else:
                 # Axis i of the stored array is the shard along axis i of the natural one; the last axis is elements.
                 sizes = tuple(size // shards for size, shards in zip(natural, array.shape[:-1], strict=True))

@@ -41,9 +41,13 @@ def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[in
 
 
 def different_elements(
-    tensor: LogicalTensor, kind: str, one: Sequence[StoredSlice], other: Sequence[StoredSlice], transfer: Transfer,
+    tensor: LogicalTensor,
+    kind: str,
+    one: Sequence[StoredSlice],
+    other: Sequence[StoredSlice],
+    transfer: Transfer,
     share: tuple[int, int] = (0, 1),
-) -> int:  # fmt: skip
+) -> int:
     """Return the number of elements that differ in a bit between two copies of a part of a tensor.
 
     Args:
@@ -55,7 +59,8 @@ def different_elements(
         share: the blocks to compare: the number of this process, and the number of processes.
     """
     regions = tuple(dict.fromkeys(region for stored in one for region in stored.slice.regions))
-    end, found = sum(stored.slice.numel for stored in one), 0
+    end = sum(stored.slice.numel for stored in one)
+    found = 0
     for number, begin in enumerate(range(0, end, _BLOCK)):
         if number % share[1] == share[0]:
             wanted = Slice(regions, begin, min(begin + _BLOCK, end))

@@ -56,7 +56,8 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             hint="pass the layout: --tensor-model-parallel-size N and so on (in a conversion, "
             "--source-tensor-model-parallel-size N); or convert the weights alone: --drop optimizer",
         )
-    shards, of_experts = weight_shards(holder.arguments), expert_weight_shards(holder.arguments)
+    shards = weight_shards(holder.arguments)
+    of_experts = expert_weight_shards(holder.arguments)
     if in_flat_buffers and holder.arguments.num_experts and max(shards, of_experts) > 1:
         raise UnsupportedCheckpointError(
             "the place of experts in the flat optimizer buffers of generalized tensor parallelism is unknown",

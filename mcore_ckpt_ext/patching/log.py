@@ -58,7 +58,8 @@ def announce(line: str, *, every_rank: bool = False) -> None:
     """Log a line for the user, once in a process: on rank 0 only, unless the line belongs to one rank."""
     from mcore_ckpt_ext.errors import escape
 
-    text, logged = escape(" ".join(line.split())), PROCESS.one(LoggedLines)
+    text = escape(" ".join(line.split()))
+    logged = PROCESS.one(LoggedLines)
     if (every_rank or is_logging_rank()) and text not in logged:
         logged.add(text)
         own_logger().info("%s", text)

@@ -21,7 +21,8 @@ class ReentrancyGuard:
 def reentrancy_guard() -> Iterator[None]:
     """Within this scope, the patch points of all loops call the original functions."""
     state = PROCESS.one(ReentrancyGuard)
-    before, state.is_busy = state.is_busy, True
+    before = state.is_busy
+    state.is_busy = True
     try:
         yield
     finally:

@@ -39,7 +39,8 @@ class _Patch:
     """
 
     def __init__(self, place: Place, original: Function, replacement: Function, raises: tuple[str, ...]) -> None:
-        self.place, self.original = place, original
+        self.place = place
+        self.original = original
         self.active = True
 
         @functools.wraps(original)

@@ -70,8 +70,10 @@ class Runs:
             numpy.repeat(column, self.count)
             for column in (self.source, self.target, self.length, self.source_stride, self.target_stride)
         )
-        source, target = source + row * source_stride, target + row * target_stride
-        first, last = numpy.maximum(source, low), numpy.minimum(source + length, high)
+        source = source + row * source_stride
+        target = target + row * target_stride
+        first = numpy.maximum(source, low)
+        last = numpy.minimum(source + length, high)
         kept = first < last
         return fold(first[kept], (target + first - source)[kept], (last - first)[kept])
 
@@ -86,8 +88,10 @@ def in_parts(runs: Iterable[Run], limit: int) -> Iterator[Run]:
     for source, target, length, count, source_stride, target_stride in runs:
         at_once = max(1, limit // length)
         for row, column in product(range(0, count, at_once), range(0, length, limit)):
-            first, place = source + row * source_stride + column, target + row * target_stride + column
-            rows, width = min(at_once, count - row), min(limit, length - column)
+            first = source + row * source_stride + column
+            place = target + row * target_stride + column
+            rows = min(at_once, count - row)
+            width = min(limit, length - column)
             yield first, place, width, rows, source_stride, target_stride
 
 
@@ -109,7 +113,8 @@ def contiguous_runs(
     inner = prod(shape[axis + 1 :])
     length = region.sizes[axis] * inner if shape else 1
     leading = region.sizes[:axis]
-    first, last = piece.start // length, -(-piece.stop // length)
+    first = piece.start // length
+    last = -(-piece.stop // length)
     if window is not None and leading:
         first, last = _rows_in_window(shape, region, axis, window, first, last)
     rows = numpy.arange(first, max(first, last), dtype=numpy.int64)
@@ -227,7 +232,8 @@ def _span(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:
 
 def _position(shape: tuple[int, ...], region: Region, element: int) -> int:
     """Return the position in the flattening of `shape` of an element of a region's flattening."""
-    position, stride = 0, 1
+    position = 0
+    stride = 1
     for length, size, offset in zip(reversed(shape), reversed(region.sizes), reversed(region.offsets), strict=True):
         element, along = divmod(element, size)
         position += (offset + along) * stride
@@ -250,7 +256,8 @@ def _overlap_of_intervals(
     begins, ends = ([first], [last]) if first < last else ([], [])
     served: list[tuple[int, Runs]] = []
     for index, source, low, high in touching:
-        left, right = bisect_right(ends, low), bisect_left(begins, high)
+        left = bisect_right(ends, low)
+        right = bisect_left(begins, high)
         if left >= right:
             continue
         common = [(max(low, begins[at]), min(high, ends[at])) for at in range(left, right)]
@@ -293,9 +300,13 @@ def _subtract(
     owners = numpy.concatenate([numpy.arange(len(starts)), owner])
     ends = numpy.concatenate([cut_start, starts + lengths])
     order = numpy.argsort(begins, kind="stable")
-    begins, owners, ends = begins[order], owners[order], numpy.sort(ends, kind="stable")
+    begins = begins[order]
+    owners = owners[order]
+    ends = numpy.sort(ends, kind="stable")
     keep = ends > begins
-    begins, owners, ends = begins[keep], owners[keep], ends[keep]
+    begins = begins[keep]
+    owners = owners[keep]
+    ends = ends[keep]
     return begins, positions[owners] + begins - starts[owners], ends - begins
 
 
@@ -307,8 +318,10 @@ def fold(source: Integers, target: Integers, length: Integers) -> Runs:
         joins = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
         heads = numpy.flatnonzero(numpy.concatenate([[True], ~joins]))
         length = numpy.add.reduceat(length, heads)
-        source, target = source[heads], target[heads]
-    source_gap, target_gap = numpy.diff(source), numpy.diff(target)
+        source = source[heads]
+        target = target[heads]
+    source_gap = numpy.diff(source)
+    target_gap = numpy.diff(target)
     begins_new = numpy.ones(len(source), dtype=bool)
     begins_new[1:] = length[1:] != length[:-1]
     begins_new[2:] |= (source_gap[1:] != source_gap[:-1]) | (target_gap[1:] != target_gap[:-1])

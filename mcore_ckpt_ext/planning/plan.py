@@ -20,9 +20,19 @@ from mcore_ckpt_ext.planning.array_location import Extent
 from mcore_ckpt_ext.planning.overlap import Overlaps, Piece, Runs
 
 ITEM_SIZE: Mapping[str, int] = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
 
 
 class StoredSlice(NamedTuple):
@@ -145,7 +155,8 @@ class OneCopy:
     """One copy of a part of a tensor as a separate source."""
 
     def __init__(self, tensor: LogicalTensor, slices: Sequence[StoredSlice]) -> None:
-        self._tensor, self._slices = tensor, slices
+        self._tensor = tensor
+        self._slices = slices
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
@@ -260,9 +271,16 @@ def make_plan(wanted: Sequence[TargetSlice], source: Source, accept_lost: bool =
 
 
 def _plan_piece(
-    index: int, want: TargetSlice, target: Piece, tensor: LogicalTensor, source: Source, accept_lost: bool,
-    overlaps: Overlaps, copies: list[Copy], fills: list[ZeroFill],
-) -> None:  # fmt: skip
+    index: int,
+    want: TargetSlice,
+    target: Piece,
+    tensor: LogicalTensor,
+    source: Source,
+    accept_lost: bool,
+    overlaps: Overlaps,
+    copies: list[Copy],
+    fills: list[ZeroFill],
+) -> None:
     name = target.region.name
     extents: list[Extent] = []
     pieces: list[Piece] = []

@@ -54,7 +54,8 @@ class Message:
         The reader gets None. Receivers forward the message, so even among thousands of ranks each sends it to at most
         a dozen others.
         """
-        number, first = len(self.ranks), self.ranks.index(self.reader)
+        number = len(self.ranks)
+        first = self.ranks.index(self.reader)
         place = (self.ranks.index(rank) - first) % number
         step = 1 << place.bit_length()  # distance from this place to the first place that it sends to
         steps = [step << power for power in range(number.bit_length()) if place + (step << power) < number]
@@ -68,7 +69,8 @@ def united(starts: Integers, stops: Integers) -> Integers:
     Adjacent intervals are not merged.
     """
     order = numpy.argsort(starts, kind="stable")
-    starts, reach = starts[order], numpy.maximum.accumulate(stops[order])
+    starts = starts[order]
+    reach = numpy.maximum.accumulate(stops[order])
     heads = numpy.flatnonzero(numpy.concatenate([[True], starts[1:] >= reach[:-1]]))
     return numpy.stack([starts[heads], reach[numpy.concatenate([heads[1:], [len(starts)]]) - 1]], axis=1)
 
@@ -120,5 +122,6 @@ def _shared(file: str, wants: Sequence[Spans], rank: int) -> Iterator[tuple[int,
 
 def _covered(edges: Integers, spans: Integers) -> Iterator[int]:
     """Yield the numbers of the intervals between adjacent edges that a span covers."""
-    first, last = numpy.searchsorted(edges, spans[:, 0]), numpy.searchsorted(edges, spans[:, 1])
+    first = numpy.searchsorted(edges, spans[:, 0])
+    last = numpy.searchsorted(edges, spans[:, 1])
     return chain.from_iterable(map(range, first.tolist(), last.tolist()))

@@ -33,9 +33,11 @@ class WriteLayout:
 
     def reading(self, part: Slice) -> Reading:
         """Return the regions to read for a part of the record."""
-        height, turns = self.rows // self.interleaved, self.interleaved
+        height = self.rows // self.interleaved
+        turns = self.interleaved
         if self.transposed:
-            left, right = part.start // self.rows, -(-part.stop // self.rows)
+            left = part.start // self.rows
+            right = -(-part.stop // self.rows)
             regions = [
                 replace(region, offsets=(region.offsets[0], left), sizes=(region.sizes[0], right - left))
                 for region in part.regions
@@ -43,7 +45,8 @@ class WriteLayout:
             return Reading(tuple(regions), (turns, height, right - left), (2, 1, 0), part.start - left * self.rows)
         (whole,) = part.regions
         columns = prod(whole.sizes[1:])
-        top, bottom = part.start // (turns * columns), -(-part.stop // (turns * columns))
+        top = part.start // (turns * columns)
+        bottom = -(-part.stop // (turns * columns))
         regions = [
             replace(
                 whole,
@@ -117,7 +120,8 @@ class Quantized:
     def band(self, number: int) -> Block:
         """Return the numbers of one band."""
         size = self.height * self.columns
-        start, stop = number * size, min((number + 1) * size, self.rows * self.columns)
+        start = number * size
+        stop = min((number + 1) * size, self.rows * self.columns)
         return Block(start, stop, tuple(_parts(self.content, 0, start, stop)))
 
 
@@ -159,7 +163,8 @@ class Record:
 
     def blocks(self, limit: int, begin: int = 0, end: int | None = None) -> Iterator[Block]:
         """Split the record, or the part between two block boundaries, into blocks of at most `limit` bytes."""
-        step, end = self.step(limit), self.numel if end is None else end
+        step = self.step(limit)
+        end = self.numel if end is None else end
         for start in range(begin, end, step):
             stop = min(start + step, end)
             first = bisect_right(self.content, start, key=lambda placed: placed.stop)
@@ -181,7 +186,8 @@ def _parts(content: Sequence[WriteItem], first: int, start: int, stop: int) -> I
         placed = content[index]
         if placed.start >= stop:
             return
-        low, high = max(start, placed.start), min(stop, placed.stop)
+        low = max(start, placed.start)
+        high = min(stop, placed.stop)
         begin = placed.wanted.slice.start + low - placed.start
         part = Slice(placed.wanted.slice.regions, begin, begin + high - low)
         yield WriteItem(low - start, replace(placed.wanted, slice=part), placed.arranged)

@@ -22,7 +22,9 @@ class DataParallelRanks:
     """The individual data-parallel ranks of a simulated job, needed to report which ranks refuse."""
 
     def __init__(self, job: SimulatedJob, checkpoint: CheckpointView, version: Version) -> None:
-        self._job, self._checkpoint, self._version = job, checkpoint, version
+        self._job = job
+        self._checkpoint = checkpoint
+        self._version = version
         self._buffers: dict[ModelRank, list[PackedBuffer] | None] = {}
 
     @cached_property
@@ -68,15 +70,18 @@ class DataParallelRanks:
                 size = (bucket.stop - bucket.start) // ranks
                 first = number % ranks * size
                 for index, start, stop in bucket.placements:
-                    low, high = max(start, first), min(stop, first + size)
+                    low = max(start, first)
+                    high = min(stop, first + size)
                     part = by_name.get(buffer.names[index])
                     if part is not None and low < high:
                         yield part.part(low - start, high - start)
 
     def _packed(self, place: ModelRank) -> list[PackedBuffer]:
         if place not in self._buffers:
-            order, models = self._order, self._job.trained_models
-            stages, rule = range(self._job.layout.virtual_pipeline), PackingRule.SINCE_0_13
+            order = self._order
+            models = self._job.trained_models
+            stages = range(self._job.layout.virtual_pipeline)
+            rule = PackingRule.SINCE_0_13
             self._buffers[place] = None if order is None else packed_buffers(models, order, rule, place, stages)
         return self._buffers[place] or []
 

@@ -60,7 +60,8 @@ def decoupled_bounds(running: JobArguments) -> dict[str, Any]:
     Source: `get_standard_config_overrides`, megatron/core/optimizer/__init__.py, core_v0.16.0 to 0.19.2;
     `_update_min_and_max_lr_in_param_groups` before.
     """
-    highest, lowest = running.decoupled_lr, running.decoupled_min_lr
+    highest = running.decoupled_lr
+    lowest = running.decoupled_min_lr
     if highest is None:
         return {}
     return {"max_lr": highest, "min_lr": running.raw.get("min_lr") if lowest is None else lowest}

@@ -68,9 +68,11 @@ class SimulatedJob:
 
     def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: Version) -> None:
         """Raise UnsupportedCheckpointError if the job's distribution of the model is unknown."""
-        self.arguments, self.layout = arguments, ParallelLayout.from_arguments(arguments)
+        self.arguments = arguments
+        self.layout = ParallelLayout.from_arguments(arguments)
         self._held: dict[int, list[Held]] = {}
-        self._checkpoint, self._version = checkpoint, (version.major, version.minor)
+        self._checkpoint = checkpoint
+        self._version = (version.major, version.minor)
         tensors = {name: self._live_tensor(name) for name in checkpoint.names(WEIGHT)}
         gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
         weights = {}
@@ -185,7 +187,8 @@ class SimulatedJob:
 
     def _live_tensor(self, name: str) -> LogicalTensor:
         """Return a weight with the job's dtype and rows of the vocabulary."""
-        tensor, job = self._checkpoint.named_tensor(WEIGHT, name), self.arguments
+        tensor = self._checkpoint.named_tensor(WEIGHT, name)
+        job = self.arguments
         tensor = replace(tensor, dtype=dtype_of(tensor.dtype, job))
         rows = job.padded_vocab_size
         if in_vocabulary(name) and rows is not None:

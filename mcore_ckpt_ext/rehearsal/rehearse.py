@@ -36,7 +36,8 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.versions import Version
 
-STOCK, PACKAGE = "stock Megatron", "mcore_ckpt_ext"
+STOCK = "stock Megatron"
+PACKAGE = "mcore_ckpt_ext"
 
 
 def rehearse(
@@ -99,7 +100,9 @@ class _Rehearsing:
     """One rehearsal: it finds the checkpoint, makes the job that would resume it, and performs it."""
 
     def __init__(self, path: Path, request: _Request, plain: Rehearsal) -> None:
-        self._path, self._request, self._plain = path, request, plain
+        self._path = path
+        self._request = request
+        self._plain = plain
         # Whether the job itself plans the resume; until this is decided, errors are those of all loads.
         self._plans = True
 
@@ -183,7 +186,8 @@ class _Rehearsing:
         self._plans = not decision.is_stock or bool(checkpoint.optimizer.shifted)
 
     def _succeeded(self, load: MegatronLoad, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:
-        checkpoint, figures = load.checkpoint, ranks.shares.figures
+        checkpoint = load.checkpoint
+        figures = ranks.shares.figures
         return replace(
             self._plain,
             will_succeed=True,

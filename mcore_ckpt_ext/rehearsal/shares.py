@@ -59,8 +59,12 @@ class Shares:
         team: Communicator,
     ) -> None:
         """`team`: the processes that share the parts; each gets the same result."""
-        self._job, self._resume, self._groups, self._ranks = job, resume, groups, ranks
-        self._checkpoint, self._team = resume.checkpoint, team
+        self._job = job
+        self._resume = resume
+        self._groups = groups
+        self._ranks = ranks
+        self._checkpoint = resume.checkpoint
+        self._team = team
         self._figures = Figures()
 
     @property
@@ -159,7 +163,8 @@ class Shares:
 
     def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
         """Yield (reads, parts): how often the job reads each part; ranks that share state read it once."""
-        state, found = self._checkpoint.optimizer, dict[int, list[int]]()
+        state = self._checkpoint.optimizer
+        found = dict[int, list[int]]()
         is_shared = is_layer_wise(self._job.arguments)  # whole parameters, but each on one of the ranks
         for number, one in enumerate(held):
             is_shared_out = is_shared or state.is_distributed(one.shard.name)
@@ -222,7 +227,8 @@ class Shares:
 
 def _pieces(shard: SimulatedShard, *, full: bool) -> Iterator[SimulatedShard]:
     """Yield the pieces of a part to compare: all of it, block by block, or its first elements."""
-    start, stop = shard.slice.start, shard.slice.stop
+    start = shard.slice.start
+    stop = shard.slice.stop
     if full:
         for begin in range(start, stop, _BLOCK):
             yield shard.part(begin, min(begin + _BLOCK, stop))

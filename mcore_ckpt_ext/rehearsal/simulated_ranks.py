@@ -76,8 +76,12 @@ class SimulatedRanks:
             team: the processes that share the work.
             full: whether to compare all masters with their weights, not only samples.
         """
-        self._size, self._written, self._running, self._version = size, written, running, version
-        self._team, self._full = team, full
+        self._size = size
+        self._written = written
+        self._running = running
+        self._version = version
+        self._team = team
+        self._full = full
         self._phase = ""
         self.assessment: LoadAssessment | None = None
 
@@ -135,7 +139,8 @@ class SimulatedRanks:
             CheckpointError: the job cannot resume the checkpoint, whatever its optimizer is.
             BeyondRehearsalError: the checkpoint has no optimizer state.
         """
-        checkpoint, running = load.session.checkpoint, self._running
+        checkpoint = load.session.checkpoint
+        running = self._running
         groups = self.groups(checkpoint)
         has_state = checkpoint.optimizer_format is not None
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}

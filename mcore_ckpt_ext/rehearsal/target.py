@@ -20,13 +20,34 @@ from mcore_ckpt_ext.versions import Version
 
 OTHER_OPTIMIZERS = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 """Modes of Megatron with optimizers of their own, which a rehearsal does not simulate."""
-CHANGEABLE = frozenset({
-    "bf16", "fp16", "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "overlap_grad_reduce",
-    "ddp_bucket_size", "ddp_num_buckets", "lr", "min_lr", "lr_decay_style", "override_opt_param_scheduler",
-    "use_checkpoint_opt_param_scheduler", "use_distributed_optimizer", "use_precision_aware_optimizer",
-    "optimizer_cpu_offload", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
-    "end_weight_decay", "weight_decay_incr_style", "hybrid_layer_pattern", *LAYER_FORM,
-})  # fmt: skip
+CHANGEABLE = frozenset(
+    {
+        "bf16",
+        "fp16",
+        "padded_vocab_size",
+        "vocab_size",
+        "make_vocab_size_divisible_by",
+        "overlap_grad_reduce",
+        "ddp_bucket_size",
+        "ddp_num_buckets",
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "override_opt_param_scheduler",
+        "use_checkpoint_opt_param_scheduler",
+        "use_distributed_optimizer",
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "decoupled_lr",
+        "decoupled_min_lr",
+        "weight_decay",
+        "start_weight_decay",
+        "end_weight_decay",
+        "weight_decay_incr_style",
+        "hybrid_layer_pattern",
+        *LAYER_FORM,
+    }
+)
 """Arguments, other than the layout, that may differ from those of the job that wrote the checkpoint.
 
 Model arguments are excluded, because they change the shapes of parameters, which a rehearsal takes from the checkpoint.
@@ -119,7 +140,8 @@ def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArg
     Raises:
         UsageError: the pattern belongs to another model.
     """
-    pattern, stored = changes.get("hybrid_layer_pattern"), written.hybrid_layer_pattern
+    pattern = changes.get("hybrid_layer_pattern")
+    stored = written.hybrid_layer_pattern
     if pattern is None or stored is None:
         return written
     if str(pattern).replace("|", "") != stored.replace("|", ""):
@@ -133,7 +155,8 @@ def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArg
 
 def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int | None:
     """Return the rows of the vocabulary with the job's padding; None for a model without a vocabulary."""
-    stored, tokens = checkpoint.vocabulary_rows, running.tokens or checkpoint.tokens
+    stored = checkpoint.vocabulary_rows
+    tokens = running.tokens or checkpoint.tokens
     if stored is None:
         return running.padded_vocab_size
     return PaddedRows(tokens, stored, running.make_vocab_size_divisible_by or ROWS_DIVISOR)(tensor)

@@ -10,7 +10,8 @@ from typing import Any
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
-SAVED, LAST = 3, 6
+SAVED = 3
+LAST = 6
 """The iteration of the checkpoint, and the last iteration: three losses are compared."""
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 
 # Not `python -m`: processes that Megatron spawns for a save would import that module, and Megatron, once more.
 PROGRAM = (
-    sys.executable, "-c", "import sys; from mcore_ckpt_ext.megatron.selftest.rank import main; main(sys.argv[1])"
-)  # fmt: skip
+    sys.executable,
+    "-c",
+    "import sys; from mcore_ckpt_ext.megatron.selftest.rank import main; main(sys.argv[1])",
+)
 HERE = "127.0.0.1"
 # If a rank fails, others wait in a collective or fail as well; these have this long to report why.
 _GRACE_SECONDS = 5.0
@@ -144,7 +146,8 @@ def _wait(
     patience: float,
     interruption: Callable[[], str],
 ) -> Ended:
-    seen, since = progress(), time.monotonic()
+    seen = progress()
+    since = time.monotonic()
     while True:
         codes = [process.poll() for process in processes]
         failed = {rank: code for rank, code in enumerate(codes) if code}
@@ -158,7 +161,8 @@ def _wait(
             _wait_briefly(processes)
             return Ended(False, why)
         if (now := progress()) != seen:
-            seen, since = now, time.monotonic()
+            seen = now
+            since = time.monotonic()
         if time.monotonic() - since > patience:
             return Ended(False, f"no progress in {patience:.0f} s")
         time.sleep(_POLL_SECONDS)

@@ -64,9 +64,14 @@ def _dense(machine: Machine) -> Iterator[Job]:
     once = ("--ckpt-ext-read-once",)
     layout = max(others, key=lambda one: one.data, default=source)
     yield _resuming(
-        machine, save, layout, *once, check="resume, read once", expects=_RESUMED,
+        machine,
+        save,
+        layout,
+        *once,
+        check="resume, read once",
+        expects=_RESUMED,
         skipped="" if layout.data > 1 else "no two ranks read the same: data parallelism needs 2 GPUs",
-    )  # fmt: skip
+    )
 
 
 def saved_by_eight_ranks(machine: Machine) -> Job:
@@ -82,7 +87,8 @@ def _without_engine(machine: Machine) -> Machine:
 
 
 def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
-    save, layout = saved_by_eight_ranks(machine), layout_of(machine.ranks)
+    save = saved_by_eight_ranks(machine)
+    layout = layout_of(machine.ranks)
     samples = MODELS[save.model].samples
     skipped = "" if samples % layout.data == 0 else f"{samples} samples cannot be divided among {layout.data} ranks"
     yield _resuming(
@@ -100,7 +106,8 @@ def _portable(machine: Machine) -> Iterator[Job]:
 
 
 def _experts(machine: Machine) -> Iterator[Job]:
-    ranks, expert = machine.ranks, min(EXPERTS, machine.ranks)
+    ranks = machine.ranks
+    expert = min(EXPERTS, machine.ranks)
     source = layout_of(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
     save = _saving(machine, "experts", source, (), check="save")
     yield save
@@ -157,9 +164,14 @@ def _saving(
 
 
 def _resuming(
-    machine: Machine, save: Job, layout: ParallelLayout, *flags: str, check: str = "resume", expects: str = "",
+    machine: Machine,
+    save: Job,
+    layout: ParallelLayout,
+    *flags: str,
+    check: str = "resume",
+    expects: str = "",
     skipped: str = "",
-) -> Job:  # fmt: skip
+) -> Job:
     return Job(
         name=f"{save.name}-{layout}-{check}".replace(",", "").replace(" ", "-").lower(),
         model=save.model,

@@ -74,7 +74,8 @@ def _reason(order: Order, job: Job, ended: Ended) -> str:
     Megatron explains some failures only in the log before it exits.
     """
     for path in sorted(order.failure(job.name, 0).parent.glob(f"{job.name}.*.txt")):
-        report, rank = path.read_text(encoding="utf-8"), int(path.suffixes[-2][1:])
+        report = path.read_text(encoding="utf-8")
+        rank = int(path.suffixes[-2][1:])
         return _with_last_lines(order, rank, report) if report.startswith(SystemExit.__name__) else report
     return _with_last_lines(order, ended.rank or 0, str(ended) or "the ranks ended early")
 

@@ -137,7 +137,8 @@ def differences(saved: State, loaded: State) -> list[str]:
     Replicas of a tensor may differ at the save, because kernels may sum in any order. Each loaded piece has to equal
     one of them, and all elements have to be loaded.
     """
-    expected, found = _by_tensor(saved.pieces), _by_tensor(loaded.pieces)
+    expected = _by_tensor(saved.pieces)
+    found = _by_tensor(loaded.pieces)
     replicas = {name: _replicas(pieces) for name, pieces in expected.items()}
     unequal = [
         ".".join(name)

@@ -17,7 +17,8 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _OPEN_ARCHIVES = 32
 # Archives of one size have few shapes, and a model has few sizes.
-_TEMPLATES_OF_A_SIZE, _SIZES = 4, 1024
+_TEMPLATES_OF_A_SIZE = 4
+_SIZES = 1024
 
 
 class TensorLocations:
@@ -30,7 +31,8 @@ class TensorLocations:
     """
 
     def __init__(self, reader: FolderReader, checksums: Checksums | None = None) -> None:
-        self._reader, self._checksums = reader, checksums
+        self._reader = reader
+        self._checksums = checksums
         self._payloads: dict[tuple[str, int, str], TensorLocation] = {}
         self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
         self._templates: dict[tuple[int, str], list[ArchiveTemplate]] = {}

@@ -108,10 +108,13 @@ class _Zip:
 
     def _add(self, name: bytes, content: bytes | Leaf) -> None:
         if isinstance(content, DeclaredTensor):
-            data, size, crc = b"", prod(content.shape) * content.dtype.itemsize, 0
+            data = b""
+            size = prod(content.shape) * content.dtype.itemsize
+            crc = 0
         else:
             data = _bytes(content)
-            size, crc = len(data), crc32(data)
+            size = len(data)
+            crc = crc32(data)
         header_at = self._position
         large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT_32 else b""
         fixed = header_at + 30 + len(name) + len(large) + 4
@@ -134,14 +137,18 @@ class _Zip:
         """Return the directory with its end records, and the position of each entry's CRC-32."""
         starts = accumulate((len(entry) for entry in self._directory), initial=self._position)
         *crc_at, at = (start + _CRC_IN_DIRECTORY for start in starts)
-        body, count, at = b"".join(self._directory), len(self._directory), at - _CRC_IN_DIRECTORY
+        body = b"".join(self._directory)
+        count = len(self._directory)
+        at = at - _CRC_IN_DIRECTORY
         end = b""
         if self._position >= _LIMIT_32 or count >= _LIMIT_16 or len(body) >= _LIMIT_32:
             end += struct.pack(
                 "<4sQ2H2I4Q", b"PK\x06\x06", 44, _VERSION, _VERSION, 0, 0, count, count, len(body), self._position
             )
             end += struct.pack("<4sIQI", b"PK\x06\x07", 0, at, 1)
-        entries, size, start = min(count, _LIMIT_16), min(len(body), _LIMIT_32), min(self._position, _LIMIT_32)
+        entries = min(count, _LIMIT_16)
+        size = min(len(body), _LIMIT_32)
+        start = min(self._position, _LIMIT_32)
         end += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, entries, entries, size, start, 0)
         return body + end, crc_at
 

@@ -24,8 +24,9 @@ def cannot_write(path: Path, error: OSError) -> DestinationError:
         found=error.strerror or str(error),
         where=str(named if named.is_absolute() else path),
         hint="free some space or choose another destination; --resume then continues where this run stopped"
-        if _is_full(error) else "choose a destination that you may write to; --resume continues what this run began",
-    )  # fmt: skip
+        if _is_full(error)
+        else "choose a destination that you may write to; --resume continues what this run began",
+    )
 
 
 def _is_full(error: OSError) -> bool:
@@ -50,8 +51,11 @@ def check_report(path: Path, is_ours: Callable[[Path], bool], *, what: str, conf
     if is_remote(path):  # stores have no folders, and say when writing whether they accept a file
         return
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"the folder of {what} does not exist", where=str(path.absolute().parent),
-                         hint="create it, or choose another file")  # fmt: skip
+        raise UsageError(
+            f"the folder of {what} does not exist",
+            where=str(path.absolute().parent),
+            hint="create it, or choose another file",
+        )
 
 
 def write_report(path: Path, text: str, *, what: str) -> None:

@@ -30,7 +30,8 @@ class Budget:
 
     def __init__(self, nbytes: int, where: str) -> None:
         """Create a budget for `nbytes` bytes that were read from `where`."""
-        self._nbytes, self._where = nbytes, where
+        self._nbytes = nbytes
+        self._where = where
         self._left = self._granted = nbytes * _STEPS_A_BYTE + _SPARE
 
     def spend(self, steps: int, purpose: str) -> None:

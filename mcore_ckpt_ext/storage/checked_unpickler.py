@@ -39,7 +39,8 @@ _MOST_DIGITS = 4300  # the limit of Python 3.11 for an integer in text, whose co
 _MOST_REFERENCE = 8  # items of a reference to a storage
 _STEPS_TO_NAME = 1 << 13  # creating a class costs more than visiting an element
 _STEPS_TO_COPY = 4
-_CALLED, _HASHED = "the arguments of calls", "the keys of dicts"
+_CALLED = "the arguments of calls"
+_HASHED = "the keys of dicts"
 
 
 class NameCost:

@@ -139,9 +139,12 @@ def iteration_folder(path: Path) -> Path:
         )
     if not tracker.folder.is_dir():
         raise UnreadableCheckpointError(
-            "the tracker file names an iteration that does not exist", found=_iterations(path),
-            expected=tracker.folder.name, where=str(tracker.path), hint="use the folder of another iteration",
-        )  # fmt: skip
+            "the tracker file names an iteration that does not exist",
+            found=_iterations(path),
+            expected=tracker.folder.name,
+            where=str(tracker.path),
+            hint="use the folder of another iteration",
+        )
     return tracker.folder
 
 
@@ -196,11 +199,12 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
 
 def _of_deepspeed(path: Path) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
-        "DeepSpeed wrote this folder, and its checkpoints are not read", where=str(path),
+        "DeepSpeed wrote this folder, and its checkpoints are not read",
+        where=str(path),
         expected="a checkpoint of Megatron or ColossalAI, or a Hugging Face folder",
         hint="zero_to_fp32.py, which DeepSpeed puts into the folder, writes the weights as safetensors; with "
         "the model's config.json beside them they are a Hugging Face folder",
-    )  # fmt: skip
+    )
 
 
 def _looks_like_checkpoint(folder: Path) -> bool:

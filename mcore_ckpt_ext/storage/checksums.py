@@ -66,13 +66,16 @@ class _Record:
 
     def is_intact(self, read: Callable[[int, int], int] | None = None) -> bool:
         """Return whether the pieces, and the gaps that `read` reads between them, have the record's checksum."""
-        crc, done = 0, 0
+        crc = 0
+        done = 0
         for start, (length, piece) in [*sorted(self.pieces.items()), (self.size, (0, 0))]:
             if start > done and read is not None:
-                crc, done = appended(crc, read(self.begin + done, start - done), start - done), start
+                crc = appended(crc, read(self.begin + done, start - done), start - done)
+                done = start
             if start != done:
                 return False
-            crc, done = appended(crc, piece, length), start + length
+            crc = appended(crc, piece, length)
+            done = start + length
         return crc == self.expected
 
 
@@ -199,14 +202,17 @@ class Checksums:
         """
         found: list[tuple[int, Piece]] = []
         for copy in plan.copies:
-            payload, destination = locate(copy.extent), destinations[copy.target]
+            payload = locate(copy.extent)
+            destination = destinations[copy.target]
             if not is_plain(copy, payload) or destination.dtype != payload.dtype.torch:
                 continue
-            memory, size = memoryview(destination.detach().view(torch.uint8).numpy()), payload.dtype.itemsize
+            memory = memoryview(destination.detach().view(torch.uint8).numpy())
+            size = payload.dtype.itemsize
             for source, target, length, count, source_stride, target_stride in copy.runs.rows():
                 if length * count * size < self.WORTH:
                     continue
-                begin, end = target * size, (target + length) * size
+                begin = target * size
+                end = (target + length) * size
                 if count == 1:
                     crc = self.add_piece(payload, source * size, memory[begin:end])
                     found.append((copy.target, (begin, end, crc)))
@@ -254,7 +260,8 @@ class Confirmed(Checksums):
 
 def _checksum_of_rows(rows: NDArray[numpy.void]) -> int:
     """Return the CRC-32 of the bytes of a matrix, whose rows need not be adjacent in memory."""
-    at_once, crc = max(1, _ROWS_BYTES // rows.itemsize), 0
+    at_once = max(1, _ROWS_BYTES // rows.itemsize)
+    crc = 0
     for first in range(0, len(rows), at_once):
         crc = crc32(rows[first : first + at_once].tobytes(), crc)
     return crc

@@ -58,11 +58,13 @@ def _product(one: int, other: int) -> int:
 @lru_cache(maxsize=4096)
 def _shift(length: int) -> int:
     """Return x^(8 * length) modulo the generator."""
-    power, bit = _ONE, 0
+    power = _ONE
+    bit = 0
     while length:
         if length & 1:
             power = _product(_square(bit), power)
-        length, bit = length >> 1, bit + 1
+        length = length >> 1
+        bit = bit + 1
     return power
 
 

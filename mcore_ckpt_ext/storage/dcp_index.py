@@ -62,7 +62,9 @@ class SharedIndex:
         pickled: bytes | None = None,
         digest: str | None = None,
     ) -> None:
-        self.folder, self.data, self.size = folder, data, len(data) if size is None else size
+        self.folder = folder
+        self.data = data
+        self.size = len(data) if size is None else size
         self.digest = index_digest(data) if digest is None else digest
         self._pickled = pickled  # the parsed index, pickled by another rank
 
@@ -102,7 +104,8 @@ class FolderIndex:
     """
 
     def __init__(self, folder: Path, shared: SharedIndex | None = None) -> None:
-        self.folder, self.shared = folder, shared
+        self.folder = folder
+        self.shared = shared
         self.is_checked = shared is not None  # the other rank has compared them
         self._below: dict[str, FolderIndex] = {}
 

@@ -89,7 +89,8 @@ def index_of(metadata: Any) -> DcpIndex:
             info = places[key, None]
             if type(info.relative_path) is not str:
                 raise TypeError(f"the name of a file is {format_value(info.relative_path)}")
-            offset, length = whole_number(info.offset, "an offset"), whole_number(info.length, "a length")
+            offset = whole_number(info.offset, "an offset")
+            length = whole_number(info.length, "a length")
             objects[key] = StoredObject(info.relative_path, offset, length)
     natural = {
         _named(key): _shape(data["nd_reformulated_orig_global_shape"])
@@ -128,21 +129,28 @@ def _array(
 ) -> tuple[StoredArray, int]:
     """Return an array, and the number of elements of its chunks."""
     shape = _shape(entry.size)
-    axes, dtype = len(shape), str(entry.properties.dtype).removeprefix("torch.")
+    axes = len(shape)
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
-    begin, item_size, stored = table.end, ITEM_SIZE[dtype], 0
+    begin = table.end
+    item_size = ITEM_SIZE[dtype]
+    stored = 0
     for chunk in entry.chunks:
-        offsets, sizes = chunk.offsets, chunk.sizes
+        offsets = chunk.offsets
+        sizes = chunk.sizes
         if not type(offsets) is type(sizes) is tuple:
-            offsets, sizes = _axes(offsets), _axes(sizes)
+            offsets = _axes(offsets)
+            sizes = _axes(sizes)
         if not len(offsets) == len(sizes) == axes:
             raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
         if not _fits(offsets, sizes, shape):
             place = f"at {format_value(offsets)} with sizes {format_value(sizes)}"
             raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {format_value(shape)}")
-        info, numel = places[key, offsets], sizes[0] if axes == 1 else prod(sizes)
-        file, length = info.relative_path, whole_number(info.length, "a length")
+        info = places[key, offsets]
+        numel = sizes[0] if axes == 1 else prod(sizes)
+        file = info.relative_path
+        length = whole_number(info.length, "a length")
         if type(file) is not str:
             raise TypeError(f"the name of a file is {format_value(file)}")
         if numel * item_size > length:
@@ -165,6 +173,8 @@ def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ..
     if len(shape) == 1:  # as most of them are
         return 0 <= sizes[0] <= shape[0] and 0 <= offsets[0] <= shape[0] - sizes[0]
     return not shape or (
-        min(sizes) >= 0 and min(offsets) >= 0 and not any(map(gt, sizes, shape))
+        min(sizes) >= 0
+        and min(offsets) >= 0
+        and not any(map(gt, sizes, shape))
         and not any(map(gt, offsets, map(sub, shape, sizes)))
-    )  # fmt: skip
+    )

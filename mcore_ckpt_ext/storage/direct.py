@@ -38,7 +38,8 @@ class BlockFile:
 
     def __init__(self, folder: Folder, name: str) -> None:
         """Open a file that already has its full size."""
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name = name
         self.descriptor = folder.open(name, os.O_RDWR)
         self._direct: int | None = None
         self._is_tried = False
@@ -64,13 +65,16 @@ class BlockFile:
     def write_held(self) -> None:
         """Write what is held in memory."""
         with self._lock:
-            held, self._held, self._held_bytes = self._held, [], 0
+            held = self._held
+            self._held = []
+            self._held_bytes = 0
         for position, data in held:
             write_all(self.descriptor, memoryview(data), position)
 
     def write_block(self, data: memoryview, position: int, address: int) -> None:
         """Write a block of bytes: directly if its memory `address` is aligned like its position."""
-        begin, end = -(-position // ALIGNMENT) * ALIGNMENT - position, len(data)
+        begin = -(-position // ALIGNMENT) * ALIGNMENT - position
+        end = len(data)
         end -= (position + end) % ALIGNMENT
         done = 0
         if end - begin >= _WORTH and (address - position) % ALIGNMENT == 0:

@@ -23,9 +23,16 @@ _ITEM_SIZES = {
     "complex128": 16,
 }
 _ALIASES = {
-    "short": "int16", "int": "int32", "long": "int64", "half": "float16", "float": "float32", "double": "float64",
-    "chalf": "complex32", "cfloat": "complex64", "cdouble": "complex128",
-}  # fmt: skip
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "chalf": "complex32",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+}
 DTYPE_NAMES = frozenset({*_ITEM_SIZES, *_ALIASES})
 """The names of dtypes in `torch`."""
 
@@ -39,7 +46,8 @@ class Dtype(Stateless):
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.itemsize = name, _ITEM_SIZES[name]
+        self.name = name
+        self.itemsize = _ITEM_SIZES[name]
 
     @property
     def torch(self) -> torch.dtype:

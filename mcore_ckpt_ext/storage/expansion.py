@@ -12,7 +12,8 @@ from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of
 
 # Upper limit for the elements of a common state, counted once per reference; real states have thousands.
-_MOST_NODES, _DEEPEST = 1 << 30, 200
+_MOST_NODES = 1 << 30
+_DEEPEST = 200
 
 
 def check_expansion(tree: Any, nbytes: int, where: str) -> None:

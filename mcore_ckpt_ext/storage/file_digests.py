@@ -28,7 +28,8 @@ from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.safetensors import SUFFIX, declared_arrays, header_in, read_arrays
 
 FILE_NAME = "mcore_ckpt_ext_digests.json"
-_MARK, _VERSION = "mcore_ckpt_ext digests", 1
+_MARK = "mcore_ckpt_ext digests"
+_VERSION = 1
 _KEYS = {"format", "version", "sha256", "arrays", "bytes"}
 # Files that only programs write; people also edit the others (config.json, tokenizers, run_config.yaml).
 _OF_PROGRAMS = (".metadata", "metadata.json", "common.json")
@@ -114,11 +115,12 @@ def check_digests(folder: Path) -> None:
     for file in found.changed if found else ():
         if not file.editable:
             raise UnreadableCheckpointError(
-                "a file of the checkpoint has changed since it was "
-                "written", found=file.what, where=str(folder / file.name),
+                "a file of the checkpoint has changed since it was written",
+                found=file.what,
+                where=str(folder / file.name),
                 hint="use another copy, or convert the source again; if the file was edited on purpose, remove "
                 f"{FILE_NAME}",
-            )  # fmt: skip
+            )
 
 
 def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
@@ -169,9 +171,11 @@ def _read(folder: Path) -> dict[str, Any] | None:
         raise unreadable_file("the digests of the checkpoint's files cannot be read", error, path) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
-            "the digests of the checkpoint's files are damaged", found=str(error), where=str(path),
+            "the digests of the checkpoint's files are damaged",
+            found=str(error),
+            where=str(path),
             hint="use another copy; without this file, nothing is compared",
-        ) from error  # fmt: skip
+        ) from error
     return content
 
 

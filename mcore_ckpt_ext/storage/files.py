@@ -105,7 +105,8 @@ class FolderReader:
 
     def read_rows(self, file: str, offset: int, stride: int, rows: Iterable[memoryview]) -> None:
         """Fill many small buffers from positions `stride` bytes apart; raises as `read_into` does."""
-        descriptor, done = self._descriptor(file), 0
+        descriptor = self._descriptor(file)
+        done = 0
         for row in rows:
             try:
                 count = os.preadv(descriptor.number, (row,), offset)
@@ -140,7 +141,8 @@ class FolderReader:
             have = min(done, len(buffer))
             if have < len(buffer):
                 self.read_into(file, offset + have, buffer[have:])
-            offset, done = offset + len(buffer), done - have
+            offset = offset + len(buffer)
+            done = done - have
 
     def read(self, file: str, offset: int, count: int) -> bytes:
         """Read `count` bytes; raises as `read_into` does."""
@@ -151,7 +153,8 @@ class FolderReader:
     def checksum(self, file: str, offset: int, count: int) -> int:
         """Return the CRC-32 of `count` bytes; raises as `read_into` does."""
         memory = memoryview(bytearray(min(_CHECKSUM_BLOCK, count)))
-        crc, done = 0, 0
+        crc = 0
+        done = 0
         while done < count:
             block = memory[: count - done]
             self.read_into(file, offset + done, block)
@@ -197,7 +200,8 @@ class Window:
     """
 
     def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
-        self._read, self._length = read, length
+        self._read = read
+        self._length = length
         self._position = 0
 
     def seekable(self) -> bool:

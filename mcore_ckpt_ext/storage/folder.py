@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_REPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux, renameat2(2)
+_NO_REPLACE = 1
+_EXCHANGE = 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux, renameat2(2)
 _NOT_OFFERED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -175,7 +176,8 @@ def _rename(source: Folder, name: str, target: Folder, new_name: str, flags: int
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    old, new = os.fsencode(name), os.fsencode(new_name)
+    old = os.fsencode(name)
+    new = os.fsencode(new_name)
     if library.renameat2(source.descriptor, old, target.descriptor, new, flags):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(target.path / new_name))

@@ -103,7 +103,8 @@ class ChunkTable:
         """Return the chunk for each row; `rows` are their positions."""
         columns = self._columns(rows)
         numbers, begins, lengths = columns[:3]
-        offsets, sizes = self._by_row(columns[3 : 3 + axes], rows), self._by_row(columns[3 + axes :], rows)
+        offsets = self._by_row(columns[3 : 3 + axes], rows)
+        sizes = self._by_row(columns[3 + axes :], rows)
         files = map(self._files.__getitem__, numbers)
         extents = map(ArchivedTensor, files, begins, lengths, repeat(dtype), sizes)
         return map(StoredChunk, offsets, sizes, extents)
@@ -115,7 +116,10 @@ class _TableRows(Sequence[StoredChunk]):
     __slots__ = ("_axes", "_dtype", "_rows", "_table")
 
     def __init__(self, table: ChunkTable, rows: range, axes: int, dtype: str) -> None:
-        self._table, self._rows, self._axes, self._dtype = table, rows, axes, dtype
+        self._table = table
+        self._rows = rows
+        self._axes = axes
+        self._dtype = dtype
 
     def __len__(self) -> int:
         return len(self._rows)

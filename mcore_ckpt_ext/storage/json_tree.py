@@ -23,9 +23,17 @@ from mcore_ckpt_ext.storage.safe_pickle import bytes_of_text
 _INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 _DTYPES = {name for name in DTYPE_NAMES if name.startswith(("float", "bfloat", "complex")) or name in _INTEGERS}
 _TYPES: Mapping[str, type] = {
-    "object": object, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
-    "tuple": tuple, "set": set, "bytes": bytes,
-}  # fmt: skip
+    "object": object,
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "list": list,
+    "dict": dict,
+    "tuple": tuple,
+    "set": set,
+    "bytes": bytes,
+}
 
 
 def encode(tree: Any) -> Any:
@@ -117,7 +125,8 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _untensor(content: Any) -> torch.Tensor:
-    dtype, data = _dtype(content["dtype"]).torch, bytearray(base64.b64decode(content["data"]))
+    dtype = _dtype(content["dtype"]).torch
+    data = bytearray(base64.b64decode(content["data"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     shape = tuple(content["shape"])
     if elements_of(shape) != flat.numel():
@@ -155,7 +164,8 @@ def _unplaceholder(content: Any) -> Placeholder | bytes:
         return bytes_of_text(*_decoded(content["arguments"]))  # as in the first folders of this format
     built = Placeholder.__new__(_class(content["class"]), *_decoded(content["arguments"]))
     origin = origin_of(built)
-    origin.called, origin.member = bool(content["called"]), content["member"]
+    origin.called = bool(content["called"])
+    origin.member = content["member"]
     for state in content["state"]:
         built.__setstate__(_decoded(state))
     origin.items.extend(_decoded(content["items"]))

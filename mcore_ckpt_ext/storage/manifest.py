@@ -77,9 +77,11 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
-            "this file is not a manifest, or is damaged", found=shorten(str(error)), where=str(path),
+            "this file is not a manifest, or is damaged",
+            found=shorten(str(error)),
+            where=str(path),
             hint=_EXPECTED,
-        ) from error  # fmt: skip
+        ) from error
 
 
 def is_manifest(path: Path) -> bool:

@@ -14,7 +14,8 @@ class OverlayReader(FolderReader):
 
     def __init__(self, own: FolderReader, other: FolderReader) -> None:
         super().__init__(own.folder)
-        self._own, self._other = own, other
+        self._own = own
+        self._other = other
         self._prefix = f"{other.folder}/"
 
     def name_of(self, file: str) -> str:

@@ -28,7 +28,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     if is_remote(path):
         return cast("Path", path)
     if hasattr(path, "fs") and hasattr(path, "storage_options"):  # of universal_pathlib
-        files, key = path.fs, str(cast("Any", path).path)
+        files = path.fs
+        key = str(cast("Any", path).path)
         # A local file given as a remote path is treated like every other local file.
         is_local = not _LOCAL.isdisjoint([files.protocol] if isinstance(files.protocol, str) else files.protocol)
         return Path(key) if is_local else cast("Path", StorePath.of_file_system(files, key))
@@ -39,9 +40,10 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     if not separator:
         if (text == "~" or text.startswith("~/")) and not os.path.lexists(text):
             raise UsageError(
-                "a path begins with ~, which the shell has not expanded", found=text,
+                "a path begins with ~, which the shell has not expanded",
+                found=text,
                 hint=f"write {Path(text).expanduser()}, or leave the path out of quotation marks",
-            )  # fmt: skip
+            )
         return Path(text)
     return Path(rest) if scheme in _LOCAL else cast("Path", StorePath.of(text))
 

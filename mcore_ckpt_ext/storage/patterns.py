@@ -35,9 +35,12 @@ def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any
         found = (library.fullmatch if whole else library.match)(pattern, name, timeout=_SECONDS)
     except TimeoutError:
         raise UnsupportedCheckpointError(
-            "a pattern takes too long", found=shorten(repr(pattern)), expected=f"at most {_SECONDS:g} s for a name",
-            where=name, hint="write a list of names instead",
-        ) from None  # fmt: skip
+            "a pattern takes too long",
+            found=shorten(repr(pattern)),
+            expected=f"at most {_SECONDS:g} s for a name",
+            where=name,
+            hint="write a list of names instead",
+        ) from None
     return None if found is None else found.groupdict()
 
 

@@ -27,9 +27,23 @@ Name = tuple[str, str]
 
 # Python's own classes, by their names in protocol 2.
 CLASSES: dict[object, Name] = {
-    **{kind: ("__builtin__", kind.__name__) for kind in (
-        object, float, complex, bool, list, dict, tuple, set, frozenset, bytes, bytearray, slice,
-    )},
+    **{
+        kind: ("__builtin__", kind.__name__)
+        for kind in (
+            object,
+            float,
+            complex,
+            bool,
+            list,
+            dict,
+            tuple,
+            set,
+            frozenset,
+            bytes,
+            bytearray,
+            slice,
+        )
+    },
     int: ("__builtin__", "long"),
     str: ("__builtin__", "unicode"),
     collections.OrderedDict: ("collections", "OrderedDict"),
@@ -38,7 +52,7 @@ CLASSES: dict[object, Name] = {
     argparse.Namespace: ("argparse", "Namespace"),
     types.SimpleNamespace: ("types", "SimpleNamespace"),
     io.BytesIO: ("_io", "BytesIO"),
-}  # fmt: skip
+}
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, slice)
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.OrderedDict, collections.deque)
@@ -46,20 +60,39 @@ _DTYPES: set[Name] = {("torch", name) for name in DTYPE_NAMES}
 
 CHECKPOINT_METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX: set[Name] = {
-    *((CHECKPOINT_METADATA, name) for name in (
-        "Metadata", "MetadataIndex", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata",
-        "TensorProperties", "_MEM_FORMAT_ENCODING",
-    )),
+    *(
+        (CHECKPOINT_METADATA, name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}  # fmt: skip
+}
 _RECONSTRUCTED = {(module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")}
 _SCALARS = {(module, "scalar") for module in ("numpy.core.multiarray", "numpy._core.multiarray")}
-_NDARRAY, _NUMPY_DTYPE, _ENCODE = ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")
+_NDARRAY = ("numpy", "ndarray")
+_NUMPY_DTYPE = ("numpy", "dtype")
+_ENCODE = ("_codecs", "encode")
 _WRITABLE: set[Name] = {
-    *CLASSES.values(), *_DTYPES, *_INDEX, *_RECONSTRUCTED, *_SCALARS, _NDARRAY, _NUMPY_DTYPE, _ENCODE,
+    *CLASSES.values(),
+    *_DTYPES,
+    *_INDEX,
+    *_RECONSTRUCTED,
+    *_SCALARS,
+    _NDARRAY,
+    _NUMPY_DTYPE,
+    _ENCODE,
     *(("torch", name) for name in STORAGE_NAMES.values()),
-    ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2"), ("torch.serialization", "_get_layout"),
-}  # fmt: skip
+    ("torch", "Size"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.serialization", "_get_layout"),
+}
 
 
 def checked_name(module: str, name: str) -> Name:
@@ -146,10 +179,16 @@ def _array(node: Placeholder, origin: Origin) -> bool:
     ((version, sizes, dtype, is_fortran, data),) = state
     numbers = all(type(size) is int and size >= 0 for size in sizes)
     return (
-        _is_class(kind, _NDARRAY) and shape == (0,) and mark == b"b" and version == 1
-        and type(sizes) is tuple and numbers and type(is_fortran) is bool
-        and type(data) is bytes and len(data) == prod(sizes) * _item_size(dtype)
-    )  # fmt: skip
+        _is_class(kind, _NDARRAY)
+        and shape == (0,)
+        and mark == b"b"
+        and version == 1
+        and type(sizes) is tuple
+        and numbers
+        and type(is_fortran) is bool
+        and type(data) is bytes
+        and len(data) == prod(sizes) * _item_size(dtype)
+    )
 
 
 def _scalar(node: Placeholder, origin: Origin) -> bool:
@@ -169,9 +208,10 @@ def _numpy_dtype(node: Placeholder, origin: Origin) -> bool:
 
 
 _FORMS: dict[Name, Callable[[Placeholder, Origin], bool]] = {
-    **dict.fromkeys(_RECONSTRUCTED, _array), **dict.fromkeys(_SCALARS, _scalar),
+    **dict.fromkeys(_RECONSTRUCTED, _array),
+    **dict.fromkeys(_SCALARS, _scalar),
     _NUMPY_DTYPE: _numpy_dtype,
-}  # fmt: skip
+}
 
 
 def _is_class(kind: object, name: Name) -> bool:

@@ -73,7 +73,8 @@ def parts_of_key(key: Any) -> int:
 
 
 def _parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
-    count, waiting = 0, [key]
+    count = 0
+    waiting = [key]
     while waiting:
         node = waiting.pop()
         count += 1 + len(node)

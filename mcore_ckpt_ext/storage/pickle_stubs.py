@@ -11,11 +11,21 @@ from mcore_ckpt_ext.errors import UnsafePickleError, format_value
 
 # Classes of the standard library that occur in checkpoints and that this package does not need.
 _HARMLESS = {
-    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
-    ("signal", "Signals"), ("datetime", "datetime"), ("datetime", "timedelta"), ("functools", "partial"),
-    ("uuid", "UUID"), ("enum", "Enum"), ("copyreg", "_reconstructor"),
-    ("builtins", "range"), ("__builtin__", "range"), ("__builtin__", "xrange"),  # a list of a range can fill any memory
-}  # fmt: skip
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("signal", "Signals"),
+    ("datetime", "datetime"),
+    ("datetime", "timedelta"),
+    ("functools", "partial"),
+    ("uuid", "UUID"),
+    ("enum", "Enum"),
+    ("copyreg", "_reconstructor"),
+    ("builtins", "range"),
+    ("__builtin__", "range"),
+    ("__builtin__", "xrange"),  # a list of a range can fill any memory
+}
 
 # Modules that `sys.stdlib_module_names` lacks.
 _SYSTEM_MODULES = {"__builtin__", "posix", "nt", "os2", "commands", "__main__"}
@@ -62,7 +72,9 @@ class Record(metaclass=PickleStub):
         return f"<{type(self).__name__}>"
 
 
-_MOST_PROPERTIES, _STRIDES, _MOST_STRIDES = 8, 5, 64
+_MOST_PROPERTIES = 8
+_STRIDES = 5
+_MOST_STRIDES = 64
 _NO_PROPERTIES = {tuple, int, float}  # types whose hash the writer of a file can choose
 
 
@@ -77,7 +89,8 @@ class TensorProperties(Record):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         others = state
         if len(state) > _STRIDES and type(state[_STRIDES]) is tuple:
-            strides, others = state[_STRIDES], (*state[:_STRIDES], *state[_STRIDES + 1 :])
+            strides = state[_STRIDES]
+            others = (*state[:_STRIDES], *state[_STRIDES + 1 :])
             if len(strides) > _MOST_STRIDES or not {int}.issuperset(map(type, strides)):
                 raise TypeError("the strides of a tensor are not all integers")
         if len(state) > _MOST_PROPERTIES or not _NO_PROPERTIES.isdisjoint(map(type, others)):  # see `plain_pickle`
@@ -96,8 +109,10 @@ class IgnoredRecord(Record):
 
 # The last two are classes of `torch.distributed.checkpoint.planner`.
 _RECORD_CLASSES: dict[str, type[Record]] = {
-    "TensorProperties": TensorProperties, "WriteItem": IgnoredRecord, "TensorWriteData": IgnoredRecord,
-}  # fmt: skip
+    "TensorProperties": TensorProperties,
+    "WriteItem": IgnoredRecord,
+    "TensorWriteData": IgnoredRecord,
+}
 
 
 @lru_cache(maxsize=1024)
@@ -193,9 +208,11 @@ def stub_class(module: str, name: str, where: str) -> type[Placeholder]:
     """
     if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise UnsafePickleError(
-            "invalid class name in a pickle", found=repr(f"{module}.{name}"[:200]), where=where,
+            "invalid class name in a pickle",
+            found=repr(f"{module}.{name}"[:200]),
+            where=where,
             hint="do not use this file: it may be an attack",
-        )  # fmt: skip
+        )
     top = module.partition(".")[0]
     if (top in sys.stdlib_module_names or top in _SYSTEM_MODULES) and (module, name) not in _HARMLESS:
         raise UnsafePickleError(

@@ -23,7 +23,8 @@ from mcore_ckpt_ext.storage.pickle_allowlist import CLASSES, Name, check_output,
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
 
-TORCH_PROTOCOL, INDEX_PROTOCOL = 2, 4
+TORCH_PROTOCOL = 2
+INDEX_PROTOCOL = 4
 """The pickle protocols of `torch.save`, and of `.metadata`, which torch writes with `pickle.dump`."""
 
 
@@ -42,7 +43,9 @@ Leaf: TypeAlias = "torch.Tensor | DeclaredTensor"
 
 class _Storage:
     def __init__(self, dtype: torch.dtype, key: str, numel: int) -> None:
-        self.dtype, self.key, self.numel = dtype, key, numel
+        self.dtype = dtype
+        self.key = key
+        self.numel = numel
 
 
 class TreePickler(pickle._Pickler):
@@ -87,11 +90,13 @@ class TreePickler(pickle._Pickler):
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """Write a class, a function, or an object that reduces to a name (a method of the standard pickler)."""
         if is_dtype(obj) or isinstance(obj, Dtype):
-            module, named = "torch", name_of(obj)
+            module = "torch"
+            named = name_of(obj)
         elif isinstance(obj, type) and obj in CLASSES:
             module, named = CLASSES[obj]
         else:
-            module, named = obj.__module__, obj.__qualname__
+            module = obj.__module__
+            named = obj.__qualname__
         self._write_global(module, named)
         self.memoize(obj)
 

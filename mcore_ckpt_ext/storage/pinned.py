@@ -29,7 +29,8 @@ class Stages:
         make: Callable[[int], torch.Tensor] = host_buffer,
         sent: Callable[[torch.device], Callable[[], None]] = wait_for_copies,
     ) -> None:
-        self._make, self._sent = make, sent
+        self._make = make
+        self._sent = sent
         self._own = threading.local()
 
     def send(self, nbytes: int, fill: Callable[[torch.Tensor], None], places: torch.Tensor) -> None:

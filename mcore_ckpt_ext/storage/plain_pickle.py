@@ -24,14 +24,21 @@ from functools import cache
 
 _MOST_ATOMS = 5
 # An index has a few tuples to be checked; one piece of 8 bytes costs more than to load them with checks.
-_MOST_PIECES, _BYTES_A_PIECE = 1 << 10, 8
-_PROTOCOL, _FRAME, _LONG_TEXT, _STOP = b"\x80", b"\x95", b"X", b"."
+_MOST_PIECES = 1 << 10
+_BYTES_A_PIECE = 8
+_PROTOCOL = b"\x80"
+_FRAME = b"\x95"
+_LONG_TEXT = b"X"
+_STOP = b"."
 _FRAME_BYTES = 9
 # Persistent references: a tuple to be checked, or a class and a tuple to call it with.
-_ASK, _ASK_TO_CALL = b"\x85Q", b"\x86Q"
+_ASK = b"\x85Q"
+_ASK_TO_CALL = b"\x86Q"
 # Opcodes after an attribute's name: they begin a list of several elements; end the list and the object; or replace the
 # list with True and end the object.
-_OF_MANY, _END_OF_LAST, _TRUE_AT_LAST = b"\x94]\x94(", b"eub.", b"\x94\x88ub."
+_OF_MANY = b"\x94]\x94("
+_END_OF_LAST = b"eub."
+_TRUE_AT_LAST = b"\x94\x88ub."
 
 
 @cache
@@ -134,7 +141,9 @@ def _without_frames(data: bytes) -> tuple[bytes, list[int]]:
     Frames may begin between any two opcodes; in a damaged pickle also elsewhere.
     """
     position = 2 if data[:1] == _PROTOCOL else 0
-    pieces, cuts, length = [data[:position]], [], position
+    pieces = [data[:position]]
+    cuts = []
+    length = position
     while data[position : position + 1] == _FRAME:
         begin = position + _FRAME_BYTES
         position = begin + int.from_bytes(data[position + 1 : begin], "little")

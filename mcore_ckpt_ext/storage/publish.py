@@ -20,7 +20,11 @@ from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.folder import Folder, exchange, move_new
 
-_CONTENT, _REPLACED, _LOCK, _WORK, _JOURNAL = "content", "replaced", "lock", "work", "journal"
+_CONTENT = "content"
+_REPLACED = "replaced"
+_LOCK = "lock"
+_WORK = "work"
+_JOURNAL = "journal"
 _NAME_BYTES = 255  # NAME_MAX of Linux
 _WORK_LIMIT = 1 << 12
 _JOURNAL_LIMIT = 1 << 30
@@ -61,7 +65,9 @@ class Publication:
         self.destination = destination
         self._name = _partial_name(destination)
         self.folder = destination.parent / self._name / _CONTENT
-        self._fingerprint, self._rank, self._replaceable = fingerprint, rank, replaceable
+        self._fingerprint = fingerprint
+        self._rank = rank
+        self._replaceable = replaceable
         self._held = contextlib.ExitStack()
         self._replaces: tuple[int, int] | None = None
 
@@ -217,9 +223,10 @@ class Publication:
                     raise
                 raise DestinationError(
                     "this file system has no locks, so a second process could write the same destination",
-                    found=f"flock: {error.strerror}", where=str(root.path),
+                    found=f"flock: {error.strerror}",
+                    where=str(root.path),
                     hint="mount it with locks (Lustre: -o flock), or write to a local disk and copy the result",
-                ) from error  # fmt: skip
+                ) from error
             # The process that held the lock may have removed the folder when it finished.
             if _identity(root.status()) == _identity(self._parent.status(self._name)):
                 return root

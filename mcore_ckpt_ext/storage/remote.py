@@ -22,7 +22,8 @@ from mcore_ckpt_ext.storage.store_path import StoreFile, StorePath
 
 BLOCK_BYTES = 4 << 20
 _KEPT_BLOCKS = 32
-_JOURNAL, _CLAIM = "journal", "claim"
+_JOURNAL = "journal"
+_CLAIM = "claim"
 
 
 def folder_reader(folder: Path) -> FolderReader:
@@ -60,7 +61,8 @@ class RemoteFolderReader(FolderReader):
             for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 begin = number * BLOCK_BYTES
                 block = self._block(file, number)
-                low, high = max(offset, begin), min(end, begin + len(block))
+                low = max(offset, begin)
+                high = min(end, begin + len(block))
                 buffer[low - offset : high - offset] = block[low - begin : high - begin]
         with self._guard:
             self.bytes_read += len(buffer)
@@ -115,7 +117,8 @@ class Upload:
         name = hashlib.sha256(str(destination).encode()).hexdigest()[:12]
         self._partial = destination.parent / f"{destination.name}.partial-{name}"
         self._journal = self._partial / f"{_JOURNAL}{rank}"
-        self._fingerprint, self._rank = fingerprint, rank
+        self._fingerprint = fingerprint
+        self._rank = rank
         self._claimed = [fingerprint, secrets.token_hex(8)]
         self._noted: dict[str, list[int]] = {}
         self._guard = threading.Lock()
@@ -271,7 +274,9 @@ class Upload:
 
 
 def _size_and_crc(stream: IO[bytes] | StoreFile) -> list[int]:
-    size, crc = 0, 0
+    size = 0
+    crc = 0
     while block := stream.read(BLOCK_BYTES):
-        size, crc = size + len(block), crc32(block, crc)
+        size = size + len(block)
+        crc = crc32(block, crc)
     return [size, crc]

@@ -52,11 +52,15 @@ class RowReader:
         Raises:
             UnreadableCheckpointError: the file is damaged or too short; some elements may have been written.
         """
-        memory, size = bytes_of(destination), location.dtype.itemsize
+        memory = bytes_of(destination)
+        size = location.dtype.itemsize
         runs = runs if on_read is None else in_parts(runs, _SHOWN_BYTES // size)
         for source, target, length, count, source_stride, target_stride in runs:
-            offset, begin, row_bytes = location.offset + source * size, target * size, length * size
-            skip, step = source_stride * size, target_stride * size
+            offset = location.offset + source * size
+            begin = target * size
+            row_bytes = length * size
+            skip = source_stride * size
+            step = target_stride * size
             if count == 1:
                 self._reader.read_into(location.file, offset, memory[begin : begin + row_bytes])
             elif _are_scattered(row_bytes, skip - row_bytes):
@@ -83,7 +87,8 @@ class RowReader:
         """Read rows together with the gaps between them, and copy the rows; elements have `size` bytes."""
         target, length, count, source_stride, target_stride = run
         at_once = max(1, _ALONG_BYTES // (source_stride * size))
-        scratch, whole = self._thread_buffer(at_once * source_stride * size), f"i{size}"
+        scratch = self._thread_buffer(at_once * source_stride * size)
+        whole = f"i{size}"
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
             span = ((rows - 1) * source_stride + length) * size

@@ -123,16 +123,27 @@ _REAL: dict[tuple[str, str], object] = {
         (module, name): value
         for module in ("builtins", "__builtin__")
         for name, value in {
-            "set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "int": int,
-            "float": float, "complex": complex, "bool": bool, "bytes": bytes,
-            "bytearray": bytearray, "str": str, "slice": slice, "object": object,
+            "set": set,
+            "frozenset": frozenset,
+            "list": list,
+            "dict": dict,
+            "tuple": tuple,
+            "int": int,
+            "float": float,
+            "complex": complex,
+            "bool": bool,
+            "bytes": bytes,
+            "bytearray": bytearray,
+            "str": str,
+            "slice": slice,
+            "object": object,
             "getattr": _safe_getattr,
         }.items()
     },
     ("__builtin__", "long"): int,  # names of Python 2, which protocol 2 uses
     ("__builtin__", "unicode"): str,
     **{("torch", name): StorageType(dtype_named(dtype)) for dtype, name in STORAGE_NAMES.items()},
-}  # fmt: skip
+}
 
 _MANY_BYTES = 1 << 16  # bytes from which compiling the patterns for plain pickles pays
 _FEW = 64  # entries that may be visited or copied for each byte of a pickle
@@ -266,6 +277,8 @@ def safe_loads(data: bytes, where: str) -> Any:
         raise
     except Exception as error:  # a damaged pickle can fail in any way, from KeyError to MemoryError
         raise UnsafePickleError(
-            "a pickle is damaged", found=shorten(f"{type(error).__name__}: {error}"), where=where,
+            "a pickle is damaged",
+            found=shorten(f"{type(error).__name__}: {error}"),
+            where=where,
             hint="use another copy, or another iteration where there is one",
-        ) from error  # fmt: skip
+        ) from error

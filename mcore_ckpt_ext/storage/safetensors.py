@@ -35,9 +35,19 @@ _CHECKSUMS = "mcore_ckpt_ext.crc32"
 _DIGITS = 8
 _HEADER_LIMIT = 100_000_000  # as in the library
 _DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
 _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
 _NOT_READ = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", "U32", "U64", "C64")
 """Other dtypes of the library, which are not supported (`Dtype`, safetensors/src/tensor.rs, 0.8)."""
@@ -72,12 +82,15 @@ def lay_out_checked_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputF
 
 def _lay_out(name: str, arrays: Sequence[Declared], about: Mapping[str, str]) -> tuple[OutputFile, list[int]]:
     header: dict[str, Any] = {METADATA: {"format": "pt", "writer": WRITER, **about}}
-    starts, at = [], 0
+    starts = []
+    at = 0
     for array in arrays:
         end = at + array.nbytes
         header[array.key] = {
-            "dtype": _DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [at, end],
-        }  # fmt: skip
+            "dtype": _DTYPES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, end],
+        }
         starts.append(at)
         at = end
     text = json.dumps(header).encode()
@@ -109,9 +122,11 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
             low, high = (begin + whole_number(place, "data_offsets") for place in entry["data_offsets"])
             if entry["dtype"] in _NOT_READ:
                 raise UnsupportedCheckpointError(
-                    "a tensor has a dtype that is not supported", found=f"{format_value(key)}: {entry['dtype']}",
-                    expected=", ".join(_DTYPE_NAMES), where=str(reader.folder / file),
-                )  # fmt: skip
+                    "a tensor has a dtype that is not supported",
+                    found=f"{format_value(key)}: {entry['dtype']}",
+                    expected=", ".join(_DTYPE_NAMES),
+                    where=str(reader.folder / file),
+                )
             dtype = _DTYPE_NAMES[entry["dtype"]]
             if not begin <= low <= high <= size or high - low != numel * ITEM_SIZE[dtype]:
                 raise ValueError(

@@ -41,7 +41,8 @@ def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales:
     start = 0
     while start < count:
         at = first + start
-        left, rows = at % columns, max(1, _AT_ONCE // columns)
+        left = at % columns
+        rows = max(1, _AT_ONCE // columns)
         if left or count - start < columns or columns > _AT_ONCE:
             stop = min(count, start + min(columns - left, _AT_ONCE))
             found[start:stop] = _in_one_row(extent, at, stop - start, codes, scales)
@@ -61,7 +62,8 @@ def _in_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, sc
     height, width = extent.block
     row, left = divmod(first, extent.columns)
     band = row // height * _across(extent)
-    begin, end = left // width, -(-(left + count) // width)
+    begin = left // width
+    end = -(-(left + count) // width)
     of_blocks = _values(extent, scales(band + begin, end - begin))
     return _read(extent, first, count, codes) * of_blocks[torch.arange(left, left + count) // width - begin]
 
@@ -69,7 +71,8 @@ def _in_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, sc
 def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode whole rows in place, band by band: every further pass over them costs as much as reading."""
     (height, width), columns, across = extent.block, extent.columns, _across(extent)
-    first, last = row // height, -(-(row + rows) // height)
+    first = row // height
+    last = -(-(row + rows) // height)
     grid = _values(extent, scales(first * across, (last - first) * across)).view(-1, across)
     spread = grid if across == 1 else grid.repeat_interleave(width, dim=1)[:, :columns]
     found = _read(extent, row * columns, rows * columns, codes).view(rows, columns)
@@ -136,8 +139,10 @@ def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
     """
     if not band.isfinite().all():
         raise UnsupportedCheckpointError(
-            "a weight is not a finite number and cannot be quantized", where=name, hint="leave --quantize out",
-        )  # fmt: skip
+            "a weight is not a finite number and cannot be quantized",
+            where=name,
+            hint="leave --quantize out",
+        )
     largest = torch.stack([part.abs().max() for part in torch.split(band, width, dim=1)])
     scales = largest / torch.finfo(torch.float8_e4m3fn).max
     return torch.where(scales > 0, scales, torch.ones(()))  # also for values too small for any scale

@@ -78,7 +78,8 @@ def _code(error: BaseException) -> int | None:
 
 
 def _hint(error: Exception) -> str:
-    code, kind = _code(error), type(error).__name__
+    code = _code(error)
+    kind = type(error).__name__
     if isinstance(error, PermissionError) or code in (401, 403) or _REFUSED.search(kind):
         return _CREDENTIALS
     if code == 429 or (code or 0) >= 500 or (isinstance(error, OSError) and error.errno in _OVERLOADED):

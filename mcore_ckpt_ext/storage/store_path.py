@@ -42,7 +42,9 @@ class StorePath:
     """
 
     def __init__(self, files: Any, root: str, scheme: str, below: PurePosixPath) -> None:
-        self.files, self._root, self._scheme = files, root, scheme
+        self.files = files
+        self._root = root
+        self._scheme = scheme
         self._below = below
 
     @classmethod
@@ -75,7 +77,8 @@ class StorePath:
     @classmethod
     def _joined(cls, files: Any, key: str, address: str) -> StorePath:
         """Return a path by its name for the store and its address, which end alike."""
-        names, shown = key.rstrip("/").split("/"), address.rstrip("/").split("/")
+        names = key.rstrip("/").split("/")
+        shown = address.rstrip("/").split("/")
         common: list[str] = []
         while names and shown and names[-1] == shown[-1] != "":
             common.insert(0, names.pop())
@@ -246,9 +249,11 @@ class StorePath:
         if len(data) != end - begin:
             raise StorageError(
                 "the remote store returned another number of bytes than was requested",
-                found=f"{len(data):,} bytes", expected=f"{end - begin:,} bytes from byte {begin:,}", where=str(self),
+                found=f"{len(data):,} bytes",
+                expected=f"{end - begin:,} bytes from byte {begin:,}",
+                where=str(self),
                 hint="try again; if it fails again, the file changes while it is read",
-            )  # fmt: skip
+            )
         return data
 
     def read_bytes(self) -> bytes:
@@ -294,7 +299,8 @@ class StoreFile(io.RawIOBase):
     """A file of a store, open for reading; errors of the store's library are translated."""
 
     def __init__(self, opened: Any, where: str) -> None:
-        self._opened, self._where = opened, where
+        self._opened = opened
+        self._where = where
 
     @override
     def readable(self) -> bool:

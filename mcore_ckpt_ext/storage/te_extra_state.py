@@ -29,15 +29,24 @@ from mcore_ckpt_ext.storage.tensor_reference import StorageType
 from mcore_ckpt_ext.storage.zip_directory import readable_records
 
 _RECIPES = "transformer_engine.common.recipe"
-_HELPER, _FORMAT = (_RECIPES, "_FormatHelper"), (_RECIPES, "Format")
+_HELPER = (_RECIPES, "_FormatHelper")
+_FORMAT = (_RECIPES, "Format")
 # Dataclasses of plain settings, pickled with their attributes.
 _SETTINGS: set[Name] = {
-    *((_RECIPES, name) for name in (
-        "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
-        "MMParams", "QParams",
-    )),
+    *(
+        (_RECIPES, name)
+        for name in (
+            "DelayedScaling",
+            "Float8CurrentScaling",
+            "Float8BlockScaling",
+            "MXFP8BlockScaling",
+            "NVFP4BlockScaling",
+            "MMParams",
+            "QParams",
+        )
+    ),
     ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
-}  # fmt: skip
+}
 # Members of `Format` by name, as Python 3.11 pickles them, and the numbers of which they consist.
 _MEMBERS = {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
 _LOADED: Name = ("torch.storage", "_load_from_bytes")
@@ -46,7 +55,8 @@ _PLAIN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_
 _PLAIN |= {(module, name) for module in ("builtins", "__builtin__") for name in ("getattr", "dict", "list", "tuple")}
 # The first bytes of torch's oldest format: two pickled numbers (torch/serialization.py, `_legacy_save`).
 _OLDEST = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
-_DEEPEST, _STEPS_TO_COPY = 20, 16
+_DEEPEST = 20
+_STEPS_TO_COPY = 16
 PROTOCOL = 4
 
 
@@ -134,7 +144,8 @@ def _check(node: Any, depth: int = 0) -> None:
 
 
 def _parts_of(node: Placeholder) -> list[Any]:
-    name, origin = (node.pickled_module, node.pickled_name), origin_of(node)
+    name = (node.pickled_module, node.pickled_name)
+    origin = origin_of(node)
     if origin.items or origin.entries or len(origin.state) > 1:
         raise TypeError(f"{name} with more in it than attributes")
     if name in _SETTINGS and not node.arguments and all(type(state) is dict for state in origin.state):
@@ -258,7 +269,8 @@ def _of_oldest_format(data: bytes) -> torch.Tensor:
     """
     if not data.startswith(_OLDEST):
         raise ValueError("no storage")
-    rest, found = data[len(_OLDEST) :], []
+    rest = data[len(_OLDEST) :]
+    found = []
     for _ in range(3):
         unpickler = _Oldest(rest, None)
         found.append(unpickler.load())

@@ -9,17 +9,26 @@ from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Stateless, origin_o
 
 # Classes such as `torch.FloatStorage`, with which torch.save names the dtype of a storage (torch/serialization.py).
 STORAGE_NAMES = {
-    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
-    "uint8": "ByteStorage", "bool": "BoolStorage",
-}  # fmt: skip
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+}
 
 
 class StorageReference(Stateless):
     """A reference to a storage: record `key` of the archive holds `numel` elements of `dtype`."""
 
     def __init__(self, dtype: Dtype, key: str, numel: int) -> None:
-        self.dtype, self.key, self.numel = dtype, key, numel
+        self.dtype = dtype
+        self.key = key
+        self.numel = numel
 
 
 class TensorReference(Stateless):
@@ -36,7 +45,10 @@ class TensorReference(Stateless):
         marks = more[2] if len(more) > 2 else None  # `metadata` of that function
         if isinstance(marks, dict) and any(marks.values()):
             raise ValueError("a tensor marked as negated or conjugated: torch would compute its elements on reading")
-        self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
+        self.storage = storage
+        self.offset = offset
+        self.shape = tuple(shape)
+        self.stride = tuple(stride)
         if not isinstance(storage, StorageReference):
             raise TypeError(f"a tensor without a storage: {format_value(storage)}")
         try:
@@ -46,7 +58,8 @@ class TensorReference(Stateless):
             for number in (offset, *self.stride):
                 elements_of((number,))
         except ValueError as error:
-            strides, first = format_value(self.stride), format_value(offset)
+            strides = format_value(self.stride)
+            first = format_value(offset)
             found = f"a tensor of shape {format_value(self.shape)}, strides {strides}, from element {first}"
             raise ValueError(f"{found}: {error}") from error
 
@@ -70,9 +83,11 @@ class StorageType(Stateless):
 
 # transformer_engine/common/include/transformer_engine/transformer_engine.h, `NVTEDType`, 1.0 to 2.20.2.
 _FLOAT8 = {
-    7: dtype_named("float8_e4m3fn"), 8: dtype_named("float8_e5m2"),
-    "kFloat8E4M3": dtype_named("float8_e4m3fn"), "kFloat8E5M2": dtype_named("float8_e5m2"),
-}  # fmt: skip
+    7: dtype_named("float8_e4m3fn"),
+    8: dtype_named("float8_e5m2"),
+    "kFloat8E4M3": dtype_named("float8_e4m3fn"),
+    "kFloat8E5M2": dtype_named("float8_e5m2"),
+}
 
 
 class Float8Reference(Stateless):
@@ -105,7 +120,9 @@ class Float8Reference(Stateless):
             )
         if scale.storage.dtype.name != "float32" or elements_of(scale.shape) != 1 or not isinstance(dtype, Dtype):
             raise ValueError("an fp8 tensor with more than one scale, or of no dtype")
-        self.data, self.scale, self.dtype = data, scale, dtype
+        self.data = data
+        self.scale = scale
+        self.dtype = dtype
         self.fp8_dtype = _FLOAT8[_number(fp8_dtype)]
 
 

@@ -32,7 +32,8 @@ from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END = 4096
 _SHORT = 64
-_TENSOR, _SMALL = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n", 512
+_TENSOR = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
+_SMALL = 512
 _STEPS_TO_KEEP = 16  # storing a byte costs more than visiting it
 _BYTE_ORDER = "byteorder"
 _DESCRIBING = ("data.pkl", _BYTE_ORDER)
@@ -55,7 +56,9 @@ class TorchArchive:
         Raises:
             UnreadableCheckpointError: there is no complete archive at this position.
         """
-        self._reader, self._file, self._offset = reader, file, offset
+        self._reader = reader
+        self._file = file
+        self._offset = offset
         size = reader.size(file)
         self._length = size - offset if length is None else length
         if offset < 0 or self._length < 0 or offset + self._length > size:
@@ -186,7 +189,8 @@ class TorchArchive:
         Returns:
             None if the description of the tensor is not within the first bytes, or the directory is not plain.
         """
-        front, start = self._ends[0][1], payload.offset - self._offset
+        front = self._ends[0][1]
+        start = payload.offset - self._offset
         described = max((self._members[name].header_offset for name in _DESCRIBING if name in self._members), default=0)
         if self._directory is None or tensor.offset or not described < start <= len(front):
             return None

@@ -74,8 +74,10 @@ class _Reader:
         from yaml.constructor import SafeConstructor
         from yaml.resolver import Resolver
 
-        self._events, self._budget = events, budget
-        self._resolver, self._constructor = Resolver(), SafeConstructor()
+        self._events = events
+        self._budget = budget
+        self._resolver = Resolver()
+        self._constructor = SafeConstructor()
         self._anchors: dict[str, _Sized] = {}
 
     def document(self) -> Any:
@@ -100,7 +102,8 @@ class _Reader:
                 raise ValueError(f"it repeats {event.anchor[:80]!r}, which is not defined")
             value, size = self._anchors[event.anchor]
         elif kind == "ScalarEvent":
-            value, size = self._scalar(event), 1
+            value = self._scalar(event)
+            size = 1
         elif kind == "SequenceStartEvent":
             value, size = self._sequence(event, depth)
         elif kind == "MappingStartEvent":
@@ -114,7 +117,8 @@ class _Reader:
 
     def _sequence(self, event: Any, depth: int) -> _Sized:
         _check_tag(event, "seq")
-        found, total = [], 1
+        found = []
+        total = 1
         while type(following := next(self._events)).__name__ != "SequenceEndEvent":
             value, size = self._value(following, depth + 1)
             found.append(value)

@@ -52,7 +52,9 @@ def plain_directory(tail: bytes, length: int) -> Directory | None:
     if end is None:
         return None
     position, last, entries = end
-    members, begin, checksums = [], position, []
+    members = []
+    begin = position
+    checksums = []
     for _ in range(entries):
         if position + _ENTRY.size > last:
             return None

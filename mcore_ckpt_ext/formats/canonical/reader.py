@@ -44,7 +44,8 @@ NAME = "canonical"
 COMMON_FILE = "common.json"
 INDEX_FILE = "model.safetensors.index.json"
 MARK = "mcore_ckpt_ext canonical"
-VERSION, _WITHOUT_CHECKSUMS = 2, 1
+VERSION = 2
+_WITHOUT_CHECKSUMS = 1
 CHECKSUMS = "checksums"
 CHECKSUM_BYTES = 4
 _OF_EVERY_FOLDER = frozenset(
@@ -82,10 +83,11 @@ class CanonicalCheckpoint(FormatReader):
         missing = sorted(_OF_EVERY_FOLDER - self._about.keys())
         if missing:
             raise UnreadableCheckpointError(
-                "the file that describes the arrays is "
-                "incomplete", found=f"no {join_some(missing)}", where=str(folder / COMMON_FILE),
+                "the file that describes the arrays is incomplete",
+                found=f"no {join_some(missing)}",
+                where=str(folder / COMMON_FILE),
                 hint="this file was edited, or is damaged: convert the source again",
-            )  # fmt: skip
+            )
         self._arrays = _Arrays(self.reader, folder)
 
     @property
@@ -130,10 +132,12 @@ class CanonicalCheckpoint(FormatReader):
         for name, (key, index) in found.items():
             if name_at(key, index) != name:
                 raise UnreadableCheckpointError(
-                    "a sharded key belongs to another tensor", found=f"{format_value(key)} at {format_value(index)}",
-                    expected=shorten(name), where=str(self.folder / COMMON_FILE),
+                    "a sharded key belongs to another tensor",
+                    found=f"{format_value(key)} at {format_value(index)}",
+                    expected=shorten(name),
+                    where=str(self.folder / COMMON_FILE),
                     hint="this file is damaged: convert the source again",
-                )  # fmt: skip
+                )
         return found
 
     @override
@@ -235,9 +239,10 @@ def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[in
     if checksums.length != CHECKSUM_BYTES * len(arrays):
         raise UnreadableCheckpointError(
             "a file of a canonical checkpoint does not have one checksum for each array",
-            found=f"{checksums.length} bytes of checksums, {len(arrays)} arrays", where=str(reader.folder / file),
+            found=f"{checksums.length} bytes of checksums, {len(arrays)} arrays",
+            where=str(reader.folder / file),
             hint="this file was edited, or is damaged: convert the source again",
-        )  # fmt: skip
+        )
     stored = struct.unpack(f"<{len(arrays)}I", reader.read(file, checksums.offset, checksums.length))
     return [(key, shape, extent._replace(crc=crc)) for (key, shape, extent), crc in zip(arrays, stored, strict=True)]
 

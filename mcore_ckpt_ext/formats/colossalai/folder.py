@@ -59,7 +59,8 @@ def optimizer_index_of(folder: Path, index: Path) -> OptimizerIndex:
         UnreadableCheckpointError: it is damaged, or lists files that do not exist.
     """
     content = read_json(index)
-    numbers, groups = content.get("weight_map"), content.get("metadata", {}).get("param_groups")
+    numbers = content.get("weight_map")
+    groups = content.get("metadata", {}).get("param_groups")
     if not isinstance(numbers, Mapping) or not isinstance(groups, str):
         raise UnreadableCheckpointError("the optimizer's index has no weight_map or no groups", where=str(index))
     files: dict[str, set[str]] = {}

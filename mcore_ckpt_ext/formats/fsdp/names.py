@@ -70,9 +70,10 @@ class ModuleNames:
         """
         if name.startswith("mtp."):
             raise UnsupportedCheckpointError(
-                "multi-token prediction (MTP) layers are not written for Megatron-FSDP", where=name,
+                "multi-token prediction (MTP) layers are not written for Megatron-FSDP",
+                where=name,
                 hint="use --to torch_dist",
-            )  # fmt: skip
+            )
         return self._names.local(check_whole(name, "Megatron-FSDP"), 0, 0, tied_copy=False)
 
     def halves(self, name: str) -> bool:

@@ -31,7 +31,8 @@ from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 NAME = FSDP_DTENSOR
-_MODEL, _STATE = MODEL, "optimizer.state."
+_MODEL = MODEL
+_STATE = "optimizer.state."
 # The key of a setting: of a parameter; or, as Megatron's own converter writes it, of a group of an optimizer, which may
 # be a chained one.
 _GROUP = re.compile(
@@ -73,10 +74,10 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         ownerless = [key for key in arrays if key.startswith(_STATE) and key.split(".", 3)[3] not in arrays]
         if ownerless:
             raise UnreadableCheckpointError(
-                "the checkpoint has optimizer state of a parameter that it does not "
-                "contain", where=f"{self.folder}: {ownerless[0]}",
+                "the checkpoint has optimizer state of a parameter that it does not contain",
+                where=f"{self.folder}: {ownerless[0]}",
                 hint="it is incomplete: use another iteration",
-            )  # fmt: skip
+            )
         return DcpIndex(arrays, {}, {}, has_plans=True)
 
     def _check_layers(self, keys: Iterable[str]) -> None:
@@ -91,8 +92,9 @@ class FsdpCheckpoint(FlattenedCheckpoint):
                 "the layer numbers of pipeline stages are unknown in this format",
                 found=f"{found} layers",
                 expected=f"{self.recorded_arguments.num_layers}, by the arguments of the job",
-                where=str(self.folder), hint="resume it with stock Megatron",
-            )  # fmt: skip
+                where=str(self.folder),
+                hint="resume it with stock Megatron",
+            )
 
     def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
         """Yield the arrays of the model and of the optimizer with their module names."""
@@ -131,8 +133,9 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         if ".mixer." in key or (takes_turns and (self.recorded_arguments.tensor_model_parallel_size or 1) > 1):
             raise UnsupportedCheckpointError(
                 "Megatron-FSDP stores this parameter with the parts of its tensor-parallel ranks in turn, which is not "
-                "read", where=key,
-            )  # fmt: skip
+                "read",
+                where=key,
+            )
 
     @override
     def _read_common(self) -> dict[str, Any]:
@@ -195,8 +198,9 @@ def _joined_halves(key: str, halves: list[StoredArray | None], where: str) -> St
         raise UnreadableCheckpointError(
             "a gated projection is stored in halves that do not match",
             found=" and ".join("none" if half is None else f"{half.dtype} {half.shape}" for half in halves),
-            where=f"{where}: {key}", hint="the checkpoint is incomplete: use another iteration",
-        )  # fmt: skip
+            where=f"{where}: {key}",
+            hint="the checkpoint is incomplete: use another iteration",
+        )
     rows = gate.shape[0]
     moved = [chunk._replace(offsets=(chunk.offsets[0] + rows, *chunk.offsets[1:])) for chunk in up.chunks]
     return StoredArray(key, (2 * rows, *gate.shape[1:]), gate.dtype, (*gate.chunks, *moved))

@@ -75,9 +75,11 @@ class FsdpTarget:
         """Raise UnsupportedCheckpointError if that version, or Megatron-FSDP, does not support the job."""
         if not LOADS_FSDP_DTENSOR.is_of(version):
             raise UnsupportedCheckpointError(
-                "that version of Megatron does not have this format", found=f"--megatron-version {_dotted(version)}",
-                expected=f"{LOADS_FSDP_DTENSOR.since} or later", hint="use --to torch_dist",
-            )  # fmt: skip
+                "that version of Megatron does not have this format",
+                found=f"--megatron-version {_dotted(version)}",
+                expected=f"{LOADS_FSDP_DTENSOR.since} or later",
+                hint="use --to torch_dist",
+            )
         self._checkpoint = checkpoint
         self._arguments = checkpoint.arguments
         self._has_expert_optimizer = has_expert_optimizer
@@ -91,9 +93,11 @@ class FsdpTarget:
         if set(kinds) - {FP32_PARAM} != set(_MOMENTS):
             raise UnsupportedCheckpointError(
                 "Megatron-FSDP trains with Adam, and this is the state of another optimizer",
-                found=", ".join(kinds), expected=", ".join((FP32_PARAM, *_MOMENTS)),
-                where=str(self._checkpoint.folder), hint="--drop optimizer converts the weights alone",
-            )  # fmt: skip
+                found=", ".join(kinds),
+                expected=", ".join((FP32_PARAM, *_MOMENTS)),
+                where=str(self._checkpoint.folder),
+                hint="--drop optimizer converts the weights alone",
+            )
 
     def output(self) -> Output:
         """Plan all files of the folder, and the location of each tensor."""
@@ -172,13 +176,18 @@ class FsdpTarget:
         arguments = common["args"]
         pipeline = self._checkpoint.layout.pipeline
         for name, value in {
-            "ckpt_format": FSDP_DTENSOR, "use_dist_ckpt": True, "use_megatron_fsdp": True, "no_save_rng": True,
-            "use_distributed_optimizer": True, "no_save_optim": self._optimizer is None,
-            "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+            "ckpt_format": FSDP_DTENSOR,
+            "use_dist_ckpt": True,
+            "use_megatron_fsdp": True,
+            "no_save_rng": True,
+            "use_distributed_optimizer": True,
+            "no_save_optim": self._optimizer is None,
+            "pipeline_model_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": None,
             "transformer_pipeline_model_parallel_size": 1,
             "data_parallel_size": pipeline * self._checkpoint.layout.data,
             "padded_vocab_size": self._checkpoint.vocabulary_rows,
-        }.items():  # fmt: skip
+        }.items():
             setattr(arguments, name, value)
         return common
 

@@ -21,9 +21,10 @@ def same_bytes(reader: FolderReader, transfer: Transfer, one: StoredTensor, othe
     """
     if isinstance(one.extent, ScaleCodec) or isinstance(other.extent, ScaleCodec):
         raise UnsupportedCheckpointError(
-            "two tied tensors are quantized and cannot be compared", where=str(reader.folder),
+            "two tied tensors are quantized and cannot be compared",
+            where=str(reader.folder),
             hint="use the model's bf16 release, or dequantize it first",
-        )  # fmt: skip
+        )
     places = []
     for tensor in (one, other):
         payload = transfer.locate(tensor.extent)

@@ -36,9 +36,10 @@ def is_linear(tensor: HuggingFaceTensor) -> bool:
 def not_quantized(tensors: Sequence[WrittenTensor]) -> list[str]:
     """Return the names of modules with unquantized matrices, as readers of `config.json` expect them."""
     return [
-        tensor.declared.key.removesuffix(".weight") for tensor in tensors
+        tensor.declared.key.removesuffix(".weight")
+        for tensor in tensors
         if tensor.quantized is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
-    ]  # fmt: skip
+    ]
 
 
 def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> WriteLayout | None:
@@ -64,7 +65,8 @@ def shards_of(tensors: Sequence[WrittenTensor], limit: int) -> Iterator[list[Wri
     for tensor in tensors:
         if shard and size + tensor.declared.nbytes > limit:
             yield shard
-            shard, size = [], 0
+            shard = []
+            size = 0
         shard.append(tensor)
         size += tensor.declared.nbytes
     yield shard
@@ -75,11 +77,16 @@ def plain_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile, l
     file, starts, checksums = lay_out_checked_file(name, [tensor.declared for tensor in shard])
     records = [
         Record(
-            name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content,
-            quantized=tensor.quantized, checksum_texts=(checksum,),
+            name,
+            start,
+            tensor.declared.dtype,
+            prod(tensor.declared.shape),
+            tensor.content,
+            quantized=tensor.quantized,
+            checksum_texts=(checksum,),
         )
         for tensor, start, checksum in zip(shard, starts, checksums, strict=True)
-    ]  # fmt: skip
+    ]
     return file, records
 
 

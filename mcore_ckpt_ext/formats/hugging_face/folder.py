@@ -73,17 +73,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         raise UnreadableCheckpointError(
             "the folder has weights of a Hugging Face model, but no configuration",
-            expected=CONFIG, where=str(folder), hint=f"add the model's {CONFIG} to the folder",
-        )  # fmt: skip
+            expected=CONFIG,
+            where=str(folder),
+            hint=f"add the model's {CONFIG} to the folder",
+        )
     return read_json(folder / CONFIG)
 
 
 def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
     """Return the error for a folder of adapters whose model is unknown."""
     return UnsupportedCheckpointError(
-        "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
+        "this folder holds an adapter (LoRA), not a model",
+        found=ADAPTER,
+        where=str(folder),
         hint="pass the model that it was trained for: --weights FOLDER; or merge the two: --merge FOLDER",
-    )  # fmt: skip
+    )
 
 
 def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, StoredTensor], list[str]]:
@@ -136,10 +140,11 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
         for name, tensor in tensors_of(reader, _joined(below, file)):
             if name in found:
                 raise UnreadableCheckpointError(
-                    "two files of the index contain a tensor of the same "
-                    "name", found=f"{name} in {origin[name]} and {file}",
-                    where=str(path), hint="files of different models or uploads are mixed: download them again",
-                )  # fmt: skip
+                    "two files of the index contain a tensor of the same name",
+                    found=f"{name} in {origin[name]} and {file}",
+                    where=str(path),
+                    hint="files of different models or uploads are mixed: download them again",
+                )
             found[name] = tensor
             origin[name] = file
     check_index(weight_map, origin, path, "files of different models or uploads are mixed: download them again")
@@ -159,20 +164,21 @@ def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTen
         return
     if reader.read(file, 0, min(reader.size(file), len(_BEFORE_ZIP))) == _BEFORE_ZIP:
         raise UnsupportedCheckpointError(
-            "a file of weights has the format of torch before 1.6", found="a pickle and not an archive",
+            "a file of weights has the format of torch before 1.6",
+            found="a pickle and not an archive",
             where=str(reader.folder / file),
             hint="load it with torch and save it again: torch.save(torch.load(PATH, weights_only=True), PATH)",
-        )  # fmt: skip
+        )
     content = TorchArchive(reader, file).load()
     if not isinstance(content, dict):
         raise UnreadableCheckpointError("a file of weights is not a state dict", where=str(reader.folder / file))
     for name, value in content.items():
         if not isinstance(value, TensorReference) or not value.is_contiguous:
             raise UnreadableCheckpointError(
-                "a file of weights contains something that is not a plain "
-                "tensor", found=f"{type(value).__name__} {name}",
+                "a file of weights contains something that is not a plain tensor",
+                found=f"{type(value).__name__} {name}",
                 where=str(reader.folder / file),
-            )  # fmt: skip
+            )
         yield str(name), stored_tensor_of(reader, file, value)
 
 

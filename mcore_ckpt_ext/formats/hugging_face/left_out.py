@@ -33,11 +33,14 @@ def left_out_tensors(
     for name in names:
         if name == TIED_COPY:
             continue
-        tensor, kind, why = stored.get(name), WEIGHT, "no equivalent in Megatron"
+        tensor = stored.get(name)
+        kind = WEIGHT
+        why = "no equivalent in Megatron"
         if name in vision:
             why = "not of the language model: only the text is read"
         elif name in of_activations:
-            kind, why = OTHER, "a scale of activations, which only quantized inference uses"
+            kind = OTHER
+            why = "a scale of activations, which only quantized inference uses"
         elif name.endswith(_BUFFERS):
             kind = OTHER
         nbytes = 0 if tensor is None else prod(tensor.shape) * ITEM_SIZE[tensor.extent.dtype]

@@ -24,7 +24,8 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.storage.dtypes import dtype_named
 
-TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
+TRANSFORMER_ENGINE = "transformer_engine"
+LOCAL = "local"
 _PADDING = 128  # `--make-vocab-size-divisible-by`
 
 
@@ -68,18 +69,21 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     if family.needs_engine and transformer_impl == LOCAL:
         raise UnsupportedCheckpointError(
             f"Megatron builds {with_indefinite_article(family.name)} only with Transformer Engine's layers",
-            found=f"--transformer-impl {LOCAL}", where=str(folder), hint="leave the option out",
-        )  # fmt: skip
+            found=f"--transformer-impl {LOCAL}",
+            where=str(folder),
+            hint="leave the option out",
+        )
     neutral = neutral_keys(config, str(whole.get("model_type")), whole)
     arguments = family.arguments(config, neutral)
     arguments = arguments.replace(transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
     if mismatches := family.mismatches(arguments):
         raise UnsupportedCheckpointError(
             f"config.json describes {with_indefinite_article(family.name)} that Megatron would compute differently",
-            found="; ".join(mismatches), where=str(folder / CONFIG),
+            found="; ".join(mismatches),
+            where=str(folder / CONFIG),
             hint="map it with a family of your own (python -m pydoc mcore_ckpt_ext.families.family): --family "
             "path.py:Name",
-        )  # fmt: skip
+        )
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
 
 
@@ -110,15 +114,17 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
     if (rows := trained.padded_vocab_size or 0) > tokens:
         return UnsupportedCheckpointError(
             "the job of the optimizer padded its vocabulary, and a Hugging Face folder has no such rows",
-            found=f"{rows} rows, of which {rows - tokens} are padding", where=str(folder),
+            found=f"{rows} rows, of which {rows - tokens} are padding",
+            where=str(folder),
             hint="pass a Megatron checkpoint with the weights of that step: --weights RUN",
-        )  # fmt: skip
+        )
     if found := contradictions(family, model, trained) if trained.is_complete else []:
         return ModelMismatchError(
             "the job of the optimizer trained another model than config.json describes, though the weights may fit",
-            found="; ".join(found), where=str(folder / CONFIG),
+            found="; ".join(found),
+            where=str(folder / CONFIG),
             hint="pass the folder of the model that was trained, or correct its config.json",
-        )  # fmt: skip
+        )
     return None
 
 

@@ -76,6 +76,7 @@ class HuggingFace(Target):
         check_choice("quantize", self.quantize, QUANTIZATIONS)
         if self.quantize is not None and self.pickled:
             raise UsageError(
-                "quantized weights are written as safetensors only", found="--bin and --quantize",
+                "quantized weights are written as safetensors only",
+                found="--bin and --quantize",
                 hint="leave one of them out",
-            )  # fmt: skip
+            )

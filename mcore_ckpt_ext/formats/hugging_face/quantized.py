@@ -23,11 +23,14 @@ from mcore_ckpt_ext.storage.safetensors import read_json
 _DTYPES = ("bfloat16", "float32", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _BYTE = "uint8"
-_CODES_IN_BYTE, _MX_BLOCK = 2, 32
+_CODES_IN_BYTE = 2
+_MX_BLOCK = 32
 _MODEL_OPT = "hf_quant_config.json"
 # ModelOpt's algorithms whose weights are codes and scales alone, and the one that names an algorithm for each layer.
-_READ, _MIXED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"), "MIXED_PRECISION"
-_COMMON, _NVFP4_BLOCK = "_2", 16
+_READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
+_MIXED = "MIXED_PRECISION"
+_COMMON = "_2"
+_NVFP4_BLOCK = 16
 # Scales of activations: inputs and outputs of layers, and the cache of attention.
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
@@ -114,7 +117,8 @@ def quantization_of(config: Mapping[str, Any], folder: Path) -> Any:
 
 def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
     """Return how the weights are quantized; None if they are not."""
-    quantized, where = quantization_of(config, folder), str(folder)
+    quantized = quantization_of(config, folder)
+    where = str(folder)
     if not quantized:
         return None
     settings = quantized if isinstance(quantized, Mapping) else {}
@@ -125,9 +129,11 @@ def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
             return _Pairing(".weight", ".weight_scale_inv", tuple(block) if block else None)
         raise UnreadableCheckpointError(
             "the blocks of quantized weights have invalid sizes",
-            found=f"weight_block_size {shorten(repr(block))}", expected="two whole numbers above 0",
-            where=f"{where}/{CONFIG}", hint="the folder's config.json is damaged: download it again",
-        )  # fmt: skip
+            found=f"weight_block_size {shorten(repr(block))}",
+            expected="two whole numbers above 0",
+            where=f"{where}/{CONFIG}",
+            hint="the folder's config.json is damaged: download it again",
+        )
     if method == "mxfp4":
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
     if method == "compressed-tensors" and _is_fp8(settings):
@@ -136,10 +142,12 @@ def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
         _check_model_opt(settings, folder)
         return _Pairing(".weight", ".weight_scale", in_pairs=True)
     raise UnsupportedCheckpointError(
-        "the model is quantized, and its weights cannot be converted without changing them", found=method,
-        expected="fp8 (by blocks, rows or tensors), nvfp4, or mxfp4", where=f"{where}/{CONFIG}",
+        "the model is quantized, and its weights cannot be converted without changing them",
+        found=method,
+        expected="fp8 (by blocks, rows or tensors), nvfp4, or mxfp4",
+        where=f"{where}/{CONFIG}",
         hint="use the model's bf16 release, or dequantize it first",
-    )  # fmt: skip
+    )
 
 
 def _check_model_opt(settings: Mapping[str, Any], folder: Path) -> None:
@@ -162,9 +170,12 @@ def _check_model_opt(settings: Mapping[str, Any], folder: Path) -> None:
         algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in of_layers]
     if other := sorted({str(name) for name in algorithms if name not in _READ}):
         raise UnsupportedCheckpointError(
-            "ModelOpt quantized the model in a way whose weights cannot be converted", found=", ".join(other),
-            expected=", ".join(_READ), where=str(where), hint="use the model's bf16 release, or dequantize it first",
-        )  # fmt: skip
+            "ModelOpt quantized the model in a way whose weights cannot be converted",
+            found=", ".join(other),
+            expected=", ".join(_READ),
+            where=str(where),
+            hint="use the model's bf16 release, or dequantize it first",
+        )
 
 
 def _nvfp4(
@@ -172,7 +183,8 @@ def _nvfp4(
 ) -> StoredTensor:
     """Return a matrix of NVFP4: two codes in a byte, the first one in its lower half."""
     shape = (*codes.shape[:-1], codes.shape[-1] * _CODES_IN_BYTE)
-    rows, columns = prod(shape[:-1]), shape[-1]
+    rows = prod(shape[:-1])
+    columns = shape[-1]
     fits = scales.shape == (*shape[:-1], columns // _NVFP4_BLOCK) and columns % _NVFP4_BLOCK == 0
     if common is not None and fits and prod(common.shape) == 1 and scales.extent.dtype in _FP8:
         arrays = [_whole_array(part) for part in (codes, scales, common)]
@@ -184,17 +196,19 @@ def _nvfp4(
         "the scales of NVFP4 weights do not match them",
         found=f"scales {scales.shape} in {scales.extent.dtype}, and {further}, for codes {codes.shape}",
         expected=f"an fp8 scale for each {_NVFP4_BLOCK} elements of a row, and one for the whole matrix",
-        where=f"{where}: {name}", hint="the folder is damaged, or of another quantization: download it again",
-    )  # fmt: skip
+        where=f"{where}: {name}",
+        hint="the folder is damaged, or of another quantization: download it again",
+    )
 
 
 def _whole_array(tensor: StoredTensor) -> PlainExtent:
     """Return the array of a tensor that fills it, and is not decoded yet."""
     if isinstance(tensor.extent, ScaleCodec) or tensor.first:
         raise UnsupportedCheckpointError(
-            "quantized weights share their storage with other tensors", where=tensor.extent.file,
+            "quantized weights share their storage with other tensors",
+            where=tensor.extent.file,
             hint="save the folder again as safetensors",
-        )  # fmt: skip
+        )
     return tensor.extent
 
 
@@ -210,10 +224,13 @@ def _is_fp8(settings: Mapping[str, Any]) -> bool:
         for group in (groups.values() if isinstance(groups, Mapping) else ())
     ]
     return bool(weights) and all(
-        isinstance(one, Mapping) and one.get("type") == "float" and one.get("num_bits") == 8
-        and one.get("strategy") in ("tensor", "channel") and one.get("symmetric", True)
+        isinstance(one, Mapping)
+        and one.get("type") == "float"
+        and one.get("num_bits") == 8
+        and one.get("strategy") in ("tensor", "channel")
+        and one.get("symmetric", True)
         for one in weights
-    )  # fmt: skip
+    )
 
 
 def _decoded(
@@ -224,7 +241,8 @@ def _decoded(
         shape = (*shape[:-2], prod(shape[-2:]) * _CODES_IN_BYTE)
     if isinstance(codes.extent, ScaleCodec) or isinstance(scales.extent, ScaleCodec):
         raise TypeError("these are numbers already")
-    rows, columns = prod(shape[:-1]), shape[-1]
+    rows = prod(shape[:-1])
+    columns = shape[-1]
     for block in _blocks(pairing, shape):
         grid = (-(-rows // block[0]), -(-columns // block[1]))
         fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
@@ -235,16 +253,18 @@ def _decoded(
                 (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed
             )
     raise UnreadableCheckpointError(
-        "the scales of quantized weights do not match them", found=f"scales {scales.shape} for weights {codes.shape}",
+        "the scales of quantized weights do not match them",
+        found=f"scales {scales.shape} for weights {codes.shape}",
         expected=f"one for each block of {pairing.block}" if pairing.block else "one for each row, or one for all",
-        where=f"{where}: {name}", hint="the folder is damaged, or its config.json is of another model: "
-            "download it again",
-    )  # fmt: skip
+        where=f"{where}: {name}",
+        hint="the folder is damaged, or its config.json is of another model: download it again",
+    )
 
 
 def _blocks(pairing: _Pairing, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield possible block sizes of a matrix: the declared one; otherwise the whole matrix, then a row."""
-    rows, columns = prod(shape[:-1]), shape[-1]
+    rows = prod(shape[:-1])
+    columns = shape[-1]
     if pairing.block is not None:
         if shape[-2] % pairing.block[0] == 0 or len(shape) == 2:  # otherwise blocks would cross into the next matrix
             yield pairing.block

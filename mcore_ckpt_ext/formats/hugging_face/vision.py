@@ -46,25 +46,33 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
         quantized = [name for name, found in self._vision.items() if found.extent.dtype not in _FLOATS]
         if quantized:
             raise UnsupportedCheckpointError(
-                "the vision tower is quantized, which is not "
-                "supported", found=join_some(quantized, 1), where=str(self.folder),
+                "the vision tower is quantized, which is not supported",
+                found=join_some(quantized, 1),
+                where=str(self.folder),
                 hint="leave --for bridge out for its text, or take the folder as it was released in bf16",
-            )  # fmt: skip
+            )
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
         named = {name: self._kind.ours(name) for name in self._vision}
         self.left_out = [name for name in self.left_out if name not in named]
-        shapes = {ours: self._kind.in_megatron(ours, self._vision[name].shape)
-                  for name, ours in named.items() if ours is not None}  # fmt: skip
+        shapes = {
+            ours: self._kind.in_megatron(ours, self._vision[name].shape)
+            for name, ours in named.items()
+            if ours is not None
+        }
         wrong = [with_indefinite_article(name) for name, ours in named.items() if ours is None]
         wrong += self._kind.mismatches(self.whole_config, shapes)
         if wrong:
             raise UnsupportedCheckpointError(
-                "config.json does not describe the tensors of the vision tower", found=join_some(wrong, _SHOWN),
+                "config.json does not describe the tensors of the vision tower",
+                found=join_some(wrong, _SHOWN),
                 where=str(self.folder),
-            )  # fmt: skip
+            )
         vision = self.whole_config["vision_config"]
-        return text + [(self._kind.tensor(ours, shapes[ours], vision), self._vision[name])
-                       for name, ours in named.items() if ours is not None]  # fmt: skip
+        return text + [
+            (self._kind.tensor(ours, shapes[ours], vision), self._vision[name])
+            for name, ours in named.items()
+            if ours is not None
+        ]
 
     @property
     def _kind(self) -> VisionTower:
@@ -93,10 +101,13 @@ class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        text, known = super()._matched(stored), VISION_TOWERS.get(self.whole)
+        text = super()._matched(stored)
+        known = VISION_TOWERS.get(self.whole)
         self.left_out = [name for name in self.left_out if name not in self._vision]
-        return text + [(_as_it_is(known.spelled(name) if known else name, found.shape), found)
-                       for name, found in self._vision.items()]  # fmt: skip
+        return text + [
+            (_as_it_is(known.spelled(name) if known else name, found.shape), found)
+            for name, found in self._vision.items()
+        ]
 
 
 def with_vision_tower(checkpoint: CheckpointView) -> CheckpointView:
@@ -155,11 +166,14 @@ def vision_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> lis
     vision = config.get("vision_config")
     if config.get("model_type") != whole.kind or not isinstance(vision, Mapping):
         raise UnsupportedCheckpointError(
-            "the vision tower is described only in config.json, which is missing", found=str(config.get(
-            "model_type", "none in the checkpoint's folder")), expected=f"model_type {whole.kind}",
-            where=str(checkpoint.folder), hint=_HINT,
-        )  # fmt: skip
-    tower, names = VISION_TOWERS[whole.kind], checkpoint.names(WEIGHT)
+            "the vision tower is described only in config.json, which is missing",
+            found=str(config.get("model_type", "none in the checkpoint's folder")),
+            expected=f"model_type {whole.kind}",
+            where=str(checkpoint.folder),
+            hint=_HINT,
+        )
+    tower = VISION_TOWERS[whole.kind]
+    names = checkpoint.names(WEIGHT)
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
     _refuse([*tower.mismatches(config, shapes), *_unlike(vision, checkpoint)], checkpoint)
     return [tower.tensor(name, shape, vision) for name, shape in shapes.items()]
@@ -169,8 +183,11 @@ def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
     """Return where Megatron-Bridge's own file contradicts the vision configuration."""
     known = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
     trained = known if isinstance(known, Mapping) else {}
-    return [f"{key} is {vision[key]}, not {value}, in vision_config" for key, value in trained.items()
-            if key in vision and key not in _OF_TRAINING and is_plain(value) and vision[key] != value]  # fmt: skip
+    return [
+        f"{key} is {vision[key]}, not {value}, in vision_config"
+        for key, value in trained.items()
+        if key in vision and key not in _OF_TRAINING and is_plain(value) and vision[key] != value
+    ]
 
 
 def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArguments) -> list[HuggingFaceTensor]:
@@ -207,9 +224,13 @@ def checked_whole(
     """
     text = text_config(config) or {}
     neutral = neutral_keys(text, str(config.get("model_type")), config)
-    described, trained = family.config(family.arguments(text, neutral)), family.config(arguments)
-    wrong = [f"{key} is {described.get(key)!r}, not {value!r}" for key, value in trained.items()
-             if key not in _OF_TRAINING and described.get(key) != value]  # fmt: skip
+    described = family.config(family.arguments(text, neutral))
+    trained = family.config(arguments)
+    wrong = [
+        f"{key} is {described.get(key)!r}, not {value!r}"
+        for key, value in trained.items()
+        if key not in _OF_TRAINING and described.get(key) != value
+    ]
     axes = checkpoint.arguments.raw.get("mrope_section")
     if axes is not None and list(axes) != list(sections_of(config) or ()):
         wrong.append(f"mrope_section is {sections_of(config)}, not {axes}")
@@ -228,6 +249,8 @@ def _below_prefix(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
 def _refuse(wrong: Sequence[str], checkpoint: CheckpointView) -> None:
     if wrong:
         raise UnsupportedCheckpointError(
-            "config.json describes another model than the trained one", found="; ".join(wrong[:_SHOWN]),
-            where=str(checkpoint.folder), hint=_HINT,
-        )  # fmt: skip
+            "config.json describes another model than the trained one",
+            found="; ".join(wrong[:_SHOWN]),
+            where=str(checkpoint.folder),
+            hint=_HINT,
+        )

@@ -36,9 +36,10 @@ class ModelSpaceWeights(StoredOnce):
         found = sorted({stored.extent.dtype for stored in self._slices[name]})
         if len(found) > 1:
             raise UnsupportedCheckpointError(
-                "tensors that Megatron joins into one parameter have different dtypes", found=" and ".join(found),
+                "tensors that Megatron joins into one parameter have different dtypes",
+                found=" and ".join(found),
                 where=name,
-            )  # fmt: skip
+            )
         return found[0]
 
     @property

@@ -83,9 +83,10 @@ class TargetModels:
         if self._checkpoint.optimizer_format is None:
             return names  # weights are loaded by name
         raise UnsupportedCheckpointError(
-            "the order in which the model registers its parameters is unknown", where=f"{rank}",
+            "the order in which the model registers its parameters is unknown",
+            where=f"{rank}",
             hint="use --to torch_dist, which does not depend on the order",
-        )  # fmt: skip
+        )
 
     def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:
         """Return a chunk's tensors that are not trained parameters.
@@ -97,7 +98,8 @@ class TargetModels:
 
     def extra_states(self, rank: LegacyRank, stage: int, names: Iterable[str]) -> list[str]:
         """Return the given names of extra states that belong to a chunk's modules."""
-        first, count = self._first_expert(rank), (self._arguments.num_experts or 0) // self._layout.expert
+        first = self._first_expert(rank)
+        count = (self._arguments.num_experts or 0) // self._layout.expert
         found = []
         for name in names:
             expert = parse(name).expert
@@ -141,8 +143,9 @@ class TargetModels:
         weights = self.local.weights
         others = {region.name for region in regions} - {tensor.name}
         tensors: Mapping[str, LogicalTensor] = {
-            tensor.name: tensor, **{name: replace(weights[name].tensor, dtype=tensor.dtype) for name in others}
-        }  # fmt: skip
+            tensor.name: tensor,
+            **{name: replace(weights[name].tensor, dtype=tensor.dtype) for name in others},
+        }
         return TargetSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
 
     def _padded(self, name: str) -> LogicalTensor:

@@ -23,7 +23,9 @@ class OptimizerSettings:
             archive: opens the file of a rank.
             where: the checkpoint, for messages.
         """
-        self._ranks, self._archive, self._where = ranks, archive, where
+        self._ranks = ranks
+        self._archive = archive
+        self._where = where
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as each rank stored them, with repetitions."""

@@ -178,7 +178,8 @@ class RankFolders:
         Raises:
             UnreadableCheckpointError: a file is in the folder of another rank.
         """
-        layout, writers = grid.layout, {own.folder: getattr(own.arguments, "rank", None) for own in states}
+        layout = grid.layout
+        writers = {own.folder: getattr(own.arguments, "rank", None) for own in states}
         world = layout.tensor * layout.pipeline * layout.context * layout.data
         if len(set(writers.values())) < len(states) or layout.world != world:
             return
@@ -210,9 +211,12 @@ class RankFolders:
 
     def _mixed_up(self, own: RankState, found: str, expected: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
-            "the ranks' files are mixed up", found=found, expected=expected, where=str(self._folder / own.file),
+            "the ranks' files are mixed up",
+            found=found,
+            expected=expected,
+            where=str(self._folder / own.file),
             hint="they were moved or copied: restore the folders as they were written, or use another iteration",
-        )  # fmt: skip
+        )
 
     def _check_time(self, first: RankState, own: RankState) -> None:
         """Compare values that are equal on all ranks of one save, and that change with every iteration.
@@ -220,7 +224,8 @@ class RankFolders:
         Raises:
             UnreadableCheckpointError: a value differs.
         """
-        expected, found = _time_of(first.state), _time_of(own.state)
+        expected = _time_of(first.state)
+        found = _time_of(own.state)
         for key in expected.keys() | found.keys():
             if repr(found.get(key)) != repr(expected.get(key)):  # repr, so that NaN equals itself
                 raise UnreadableCheckpointError(

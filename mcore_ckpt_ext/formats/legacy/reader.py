@@ -304,7 +304,8 @@ class LegacyCheckpoint(FormatReader):
         """
         state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
         for buffers in self._buffers:
-            rank, place = buffers.rank, buffers.place
+            rank = buffers.rank
+            place = buffers.place
             for child, content in enumerate(buffers.children):
                 if content is not None:
                     experts = self.has_expert_optimizer and child == self._children - 1

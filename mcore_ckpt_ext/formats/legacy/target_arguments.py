@@ -13,15 +13,20 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 # Arguments that distribute layers over pipeline ranks; they apply to one number of ranks only.
 _SPREADING = (
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-)  # fmt: skip
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
 
 
 def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments:
     """Return Megatron's arguments of the job that will read: the writer's, with another layout."""
-    written, source = checkpoint.arguments, checkpoint.layout
+    written = checkpoint.arguments
+    source = checkpoint.layout
     _check_layout_known(checkpoint, target)
     tensor = target.tensor_model_parallel_size or source.tensor
     vocabulary = target.vocab_size or checkpoint.vocabulary
@@ -70,9 +75,10 @@ def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
     if missing:
         raise UsageError(
             "the layout to write is unknown, because the source does not record its own",
-            expected=", ".join(f"--{name}-model-parallel-size" for name in missing), where=str(checkpoint.folder),
+            expected=", ".join(f"--{name}-model-parallel-size" for name in missing),
+            where=str(checkpoint.folder),
             hint="pass these options",
-        )  # fmt: skip
+        )
 
 
 def _padded_vocabulary(checkpoint: CheckpointView, tensor: int, vocabulary: int | None) -> int:

@@ -52,9 +52,10 @@ class LegacyTarget:
         """Raise UnsupportedCheckpointError if that layout or version cannot be written."""
         if not CHOOSES_CHECKPOINT_FORMATS.is_of(version):
             raise UnsupportedCheckpointError(
-                "legacy files are not written for that version", found=f"{version[0]}.{version[1]}",
+                "legacy files are not written for that version",
+                found=f"{version[0]}.{version[1]}",
                 expected=f"{CHOOSES_CHECKPOINT_FORMATS.since} or later",
-            )  # fmt: skip
+            )
         self._checkpoint = checkpoint
         self._arguments = arguments
         self._version = version
@@ -62,9 +63,10 @@ class LegacyTarget:
         self.layout = ParallelLayout.from_arguments(arguments)
         if self.layout.expert_tensor != self.layout.tensor:
             raise UnsupportedCheckpointError(
-                "legacy files do not record which part of its experts a rank has", found=str(self.layout),
+                "legacy files do not record which part of its experts a rank has",
+                found=str(self.layout),
                 hint="choose equal expert and model tensor-parallel sizes, or use --to torch_dist",
-            )  # fmt: skip
+            )
         if arguments.overlap_param_gather_with_optimizer_step:
             raise UnsupportedCheckpointError(
                 "--overlap-param-gather-with-optimizer-step splits the optimizer in a way that cannot be written",
@@ -154,7 +156,8 @@ class LegacyTarget:
 
     def _chunk(self, rank: LegacyRank, stage: int) -> OrderedDict[str, Any]:
         """Return the `state_dict` of one model chunk, with parameters in the order of registration."""
-        models, last = self._models, self._models.is_last(rank, stage)
+        models = self._models
+        last = self._models.is_last(rank, stage)
         tied_copy = last and models.local.has_tied_copy
         chunk: OrderedDict[str, Any] = OrderedDict()
         for name in [*models.parameters(rank, stage), *models.module_buffers(rank, stage)]:
@@ -182,7 +185,8 @@ class LegacyTarget:
     @property
     def _same_ranks(self) -> bool:
         """True if the target has the ranks of the source, so that their random states apply."""
-        layout, source = self.layout, self._checkpoint.layout
+        layout = self.layout
+        source = self._checkpoint.layout
         expected = set(product(range(layout.pipeline), range(layout.tensor)))
         same = (layout.tensor, layout.pipeline) == (source.tensor, source.pipeline)
         return same and set(self._state.random_states) == expected

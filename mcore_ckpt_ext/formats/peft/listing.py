@@ -17,7 +17,8 @@ from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.safetensors import read_json
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_A, _B = ".lora_A.", ".lora_B."
+_A = ".lora_A."
+_B = ".lora_B."
 
 
 def list_adapters(folder: Path) -> Listing:

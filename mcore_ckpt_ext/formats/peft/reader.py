@@ -46,12 +46,36 @@ from mcore_ckpt_ext.storage.safetensors import read_json
 NAME = "peft"
 # Keys that select the linears with adapters (the tensors are compared with these), or that only document the training.
 _WITHOUT_EFFECT = {
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
-    "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
-    "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config",
-    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
-    "init_lora_weights", "bias",
-}  # fmt: skip
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "r",
+    "lora_dropout",
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+    "peft_type",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "megatron_config",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+    "init_lora_weights",
+    "bias",
+}
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -131,31 +155,37 @@ class PeftCheckpoint(WeightsAlone):
             raise UnsupportedCheckpointError(
                 "adapters of this kind are not supported in Megatron",
                 found=", ".join(f"{key}: {shorten(repr(value), 40)}" for key, value in sorted(other.items())),
-                expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
+                expected="LoRA or DoRA of linears",
+                where=str(self.folder / ADAPTER),
                 hint="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
-            )  # fmt: skip
+            )
 
     def _check_tensors(self, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
         # transformers' models have no MTP layers.
         linears = [
-            one.name.removesuffix(".weight") for name, ours in linears_of(self._of_model).items() for one in ours
+            one.name.removesuffix(".weight")
+            for name, ours in linears_of(self._of_model).items()
+            for one in ours
             if not name.startswith("mtp.")
-        ]  # fmt: skip
+        ]
         found = [*contradictions(self.config, shapes, linears)]
         found += [f"{name}: {one.extent.dtype}" for name, one in stored.items() if one.extent.dtype not in _DTYPES]
         if found:
             raise UnsupportedCheckpointError(
-                f"the tensors do not match {ADAPTER}", found=join_some(found, 4),
-                expected="the tensors that peft would create from that file for this model", where=str(self.folder),
+                f"the tensors do not match {ADAPTER}",
+                found=join_some(found, 4),
+                expected="the tensors that peft would create from that file for this model",
+                where=str(self.folder),
                 hint="pass the model that they were trained for: --weights FOLDER; or correct the file, which peft "
                 "reads differently",
-            )  # fmt: skip
+            )
 
     def _stored(self) -> dict[str, StoredTensor]:
         file = next((name for name in ADAPTER_FILES if (self.folder / name).is_file()), None)
         if file is None:
-            raise UnreadableCheckpointError("the folder contains no adapters", expected=" or ".join(ADAPTER_FILES),
-                                            where=str(self.folder))  # fmt: skip
+            raise UnreadableCheckpointError(
+                "the folder contains no adapters", expected=" or ".join(ADAPTER_FILES), where=str(self.folder)
+            )
         end = f".{MAGNITUDES}.weight"  # the name in peft before 0.10
         return {
             name.removesuffix(".weight") if name.endswith(end) else name: tensor
@@ -174,9 +204,12 @@ class PeftCheckpoint(WeightsAlone):
         for tensor in self._adapters.tensors:
             if stored[tensor.name].shape != tensor.shape:
                 raise UnreadableCheckpointError(
-                    "an adapter does not have the shape of its linear", found=str(stored[tensor.name].shape),
-                    expected=str(tensor.shape), where=tensor.name, hint="pass the model that the adapters are for",
-                )  # fmt: skip
+                    "an adapter does not have the shape of its linear",
+                    found=str(stored[tensor.name].shape),
+                    expected=str(tensor.shape),
+                    where=tensor.name,
+                    hint="pass the model that the adapters are for",
+                )
             if tensor.regions not in seen:
                 yield tensor
             seen.add(tensor.regions)
@@ -186,11 +219,16 @@ class PeftCheckpoint(WeightsAlone):
     def common(self) -> dict[str, Any]:
         """The common state of a release checkpoint with this model and its adapters."""
         arguments = {
-            **self._fit.arguments.as_dict(), **{f"{name}_parallel_size": 1 for name in _LAYOUT},
-            "virtual_pipeline_model_parallel_size": None, "world_size": 1, "iteration": 0, "consumed_train_samples": 0,
-            "lora_alpha": self.config.get("lora_alpha", _ALPHA), "lora_dropout": self.config.get("lora_dropout"),
+            **self._fit.arguments.as_dict(),
+            **{f"{name}_parallel_size": 1 for name in _LAYOUT},
+            "virtual_pipeline_model_parallel_size": None,
+            "world_size": 1,
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "lora_alpha": self.config.get("lora_alpha", _ALPHA),
+            "lora_dropout": self.config.get("lora_dropout"),
             "use_rslora": bool(self.config.get("use_rslora")),
-        }  # fmt: skip
+        }
         return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
 
     def run_config(self) -> str:
@@ -202,17 +240,20 @@ class PeftCheckpoint(WeightsAlone):
         scaling = scaling_of(self.view, None)
         if scaling.by_root:
             raise UnsupportedCheckpointError(
-                "Megatron-Bridge divides alpha by the rank, not by its root", found="use_rslora: true",
-                where=str(self.folder / ADAPTER), hint="merge them into their model: --merge FOLDER --to hf",
-            )  # fmt: skip
+                "Megatron-Bridge divides alpha by the rank, not by its root",
+                found="use_rslora: true",
+                where=str(self.folder / ADAPTER),
+                hint="merge them into their model: --merge FOLDER --to hf",
+            )
         names = self._weights.names()
         peft = bridge_peft(self._of_model, names, self._adapters.rank, scaling.alpha, scaling.dropout)
         if without := self._without_adapters(names):
             raise UnsupportedCheckpointError(
-                "Megatron-Bridge puts adapters into a linear of every layer, or of none", where=str(self.folder),
+                "Megatron-Bridge puts adapters into a linear of every layer, or of none",
+                where=str(self.folder),
                 found=f"none in {join_some(without, 2)}, and some in other layers",
                 hint="merge them into their model: --merge FOLDER --to hf",
-            )  # fmt: skip
+            )
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
 
     def _without_adapters(self, names: Sequence[str]) -> list[str]:

@@ -28,7 +28,8 @@ from mcore_ckpt_ext.planning.write_plan import Output, Record, WriteItem
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_checked_file, read_header, read_json
 
-CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+MODEL = "adapter_model.safetensors"
 
 
 class PeftTarget:
@@ -49,9 +50,10 @@ class PeftTarget:
         given |= {"tokenizer": options.tokenizer, "from": options.kind != WEIGHT}
         if named := [name for name, value in given.items() if value]:
             raise UsageError(
-                f"--{named[0]} has no meaning for adapters", expected="they are written as they are stored",
+                f"--{named[0]} has no meaning for adapters",
+                expected="they are written as they are stored",
                 hint="leave it out",
-            )  # fmt: skip
+            )
 
     def output(self) -> Output:
         """Plan both files, and the location of each tensor."""
@@ -73,12 +75,21 @@ class PeftTarget:
 
     def _config(self) -> dict[str, Any]:
         return {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
-            "r": self._adapters.rank, "lora_alpha": self._scaling.alpha, "lora_dropout": self._scaling.dropout,
-            "bias": "none", "target_modules": sorted(self._adapters.targets),
-            "use_dora": self._adapters.has_magnitudes, "use_rslora": self._scaling.by_root,
-            "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
-        }  # fmt: skip
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "inference_mode": True,
+            "r": self._adapters.rank,
+            "lora_alpha": self._scaling.alpha,
+            "lora_dropout": self._scaling.dropout,
+            "bias": "none",
+            "target_modules": sorted(self._adapters.targets),
+            "use_dora": self._adapters.has_magnitudes,
+            "use_rslora": self._scaling.by_root,
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }
 
     def _notes(self) -> Iterator[str]:
         yield f"adapters for {with_indefinite_article(self.fit.family.name)}, which peft loads onto the model"

@@ -47,9 +47,11 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
 
     format = NAME
     loading = Loading(
-        in_megatron=True, flag="--use-torch-fsdp2", loaded_by=HAS_TORCH_DCP,
+        in_megatron=True,
+        flag="--use-torch-fsdp2",
+        loaded_by=HAS_TORCH_DCP,
         failure="its loader calls ChainedOptimizer.state_dict with an argument that it does not have",
-    )  # fmt: skip
+    )
 
     @override
     def evidence(self) -> Iterator[Bound]:
@@ -107,10 +109,12 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
 
     def _unknown(self, found: str, name: str) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
-            "cannot determine which optimizer state belongs to which weight", found=found,
+            "cannot determine which optimizer state belongs to which weight",
+            found=found,
             expected="state for every parameter, group by group, in the order of the stored model",
-            where=f"{name}, {self.folder}", hint="resume it once with Megatron and save with --ckpt-format torch_dist",
-        )  # fmt: skip
+            where=f"{name}, {self.folder}",
+            hint="resume it once with Megatron and save with --ckpt-format torch_dist",
+        )
 
     @cached_property
     def _groups(self) -> Sequence[dict[str, Any]]:

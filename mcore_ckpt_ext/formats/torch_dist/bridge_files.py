@@ -38,17 +38,21 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
     if layout.unknown & {"tensor", "pipeline"}:
         raise UnsupportedCheckpointError(
             "Megatron-Bridge needs the layout that the checkpoint was written under, which is unknown",
-            where=checkpoint.arguments.source, hint="pass it: --source-tensor-model-parallel-size and so on",
-        )  # fmt: skip
+            where=checkpoint.arguments.source,
+            hint="pass it: --source-tensor-model-parallel-size and so on",
+        )
     has_optimizer = checkpoint.optimizer_format is not None
     content = with_facts(
         content,
         {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline},
         {
-            "save_optim": has_optimizer, "save_rng": random_states, "fully_parallel_save": True,
-            "ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": has_optimizer,
+            "save_optim": has_optimizer,
+            "save_rng": random_states,
+            "fully_parallel_save": True,
+            "ckpt_format": "torch_dist",
+            "dist_ckpt_optim_fully_reshardable": has_optimizer,
         },
-    )  # fmt: skip
+    )
     text = dumped_yaml(content).encode()
     return OutputFile(RUN_CONFIG, len(text), ((0, text),)), notes
 

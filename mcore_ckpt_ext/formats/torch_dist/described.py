@@ -99,7 +99,9 @@ class DescribedCheckpoint(FormatReader):
         """
         super().__init__(folder, order_sources)
         self.folder_index = opened.folder_index if opened is not None else index or self.folder_index
-        self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
+        self._facts = facts
+        self._external = external or ExternalModel()
+        self._opened = opened
         self._weights_source = self._external.checkpoint
         self._source_weights: WeightsView | None = None
         if self._weights_source is not None:
@@ -107,7 +109,8 @@ class DescribedCheckpoint(FormatReader):
             self.transfer = Transfer(reader)
             self._source_weights = relocated(self._weights_source.weights, reader.name_of)
         if opened is not None:
-            self.index, self.weights_derived_from_masters = opened.index, opened.weights_derived_from_masters
+            self.index = opened.index
+            self.weights_derived_from_masters = opened.weights_derived_from_masters
         else:
             self.index = self._read_index()
         if facts != NOTHING and ARGUMENTS in self.common and self.arguments.is_complete:
@@ -159,7 +162,8 @@ class DescribedCheckpoint(FormatReader):
         own = self._megatron_arguments
         if own is not None and own.is_complete:
             return Description(own, problems=contradicting(own, self.folder))
-        found, external = self._described(), self._external
+        found = self._described()
+        external = self._external
         if self._weights_source is not None:
             found = found.with_model(described_by_model(self._weights_source))
         else:
@@ -227,7 +231,8 @@ class DescribedCheckpoint(FormatReader):
     def models(self) -> LocalModels:
         if not self._external.weights:
             return super().models()
-        layout, weights = self.layout, self._external.weights
+        layout = self.layout
+        weights = self._external.weights
         stored = {name: weight.stored(layout.tensor, layout.expert_tensor) for name, weight in weights.items()}
         return LocalModels(stored, self.arguments, layout, self.has_expert_optimizer, self.layers())
 

@@ -27,8 +27,10 @@ from mcore_ckpt_ext.storage.index_entries import StoredArray
 _GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
 _DTYPES = re.compile(r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.")
 _FILE = re.compile(r"(?:^|/)__(\d{1,9})_\d+\.distcp$", re.ASCII)
-TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
+TENSOR = "tensor_model_parallel_size"
+PIPELINE = "pipeline_model_parallel_size"
+EXPERT = "expert_model_parallel_size"
+EXPERT_TENSOR = "expert_tensor_parallel_size"
 
 
 def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, known: Mapping[str, Any]) -> dict[str, int]:

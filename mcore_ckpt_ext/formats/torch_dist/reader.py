@@ -32,7 +32,7 @@ from mcore_ckpt_ext.formats.unread_state import (
     of_the_job,
     optimizer_kind,
     tensors_in,
-)  # fmt: skip
+)
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
@@ -126,7 +126,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 hint=INTERRUPTED,
             )
         if not isinstance(common, dict):
-            found, where = type(common), str(self.folder)
+            found = type(common)
+            where = str(self.folder)
             raise UnreadableCheckpointError("the common state is not a dict", found=found, where=where)
         return common
 

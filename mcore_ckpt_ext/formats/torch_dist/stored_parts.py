@@ -24,7 +24,8 @@ def kind_of(key: str) -> str:
 def parts_of_torch_dist(index: DcpIndex, buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredPart]:
     """Yield an index's arrays and objects by Megatron's keys; `buffers` has the optimizer's flat ones."""
     for key, array in index.arrays.items():
-        kind, size = kind_of(key), ITEM_SIZE[array.dtype]
+        kind = kind_of(key)
+        size = ITEM_SIZE[array.dtype]
         if kind == FP32_PARAM and array.dtype == "int16":
             kind = PARAM_REMAINDER
         for file, numel in array.places():

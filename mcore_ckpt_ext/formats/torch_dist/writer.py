@@ -300,10 +300,12 @@ def _common_dtype(tensors: Sequence[LogicalTensor]) -> str:
         return tensors[0].dtype
     if not dtypes <= _FLOATS:
         raise UnsupportedCheckpointError(
-            "Megatron stores layers of different dtypes in one array", found=" and ".join(sorted(dtypes)),
-            expected="floating-point numbers of 16 bits and more", where=tensors[0].name,
+            "Megatron stores layers of different dtypes in one array",
+            found=" and ".join(sorted(dtypes)),
+            expected="floating-point numbers of 16 bits and more",
+            where=tensors[0].name,
             hint="use --to canonical, which keeps their dtypes",
-        )  # fmt: skip
+        )
     return str(reduce(torch.promote_types, (getattr(torch, dtype) for dtype in dtypes))).removeprefix("torch.")
 
 

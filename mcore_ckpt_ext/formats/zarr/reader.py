@@ -39,9 +39,17 @@ NAME = "zarr"
 _DESCRIPTION = ".zarray"
 # Megatron patches the dtype `bfloat16` into the description (`_create_zarr_array`).
 _DTYPES: Mapping[str, str] = {
-    "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|u1": "uint8", "|i1": "int8",
-    "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
-}  # fmt: skip
+    "bfloat16": "bfloat16",
+    "<f2": "float16",
+    "<f4": "float32",
+    "<f8": "float64",
+    "|u1": "uint8",
+    "|i1": "int8",
+    "<i2": "int16",
+    "<i4": "int32",
+    "<i8": "int64",
+    "|b1": "bool",
+}
 # The settings of every array that Megatron writes.
 _PLAIN: Mapping[str, Any] = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 
@@ -93,7 +101,8 @@ def _array(path: Path) -> StoredArray:
         for axes in (shape, sizes):
             elements_of(axes)
         separator = str(described.get("dimension_separator", "."))
-        dtype, plain = described["dtype"], {name: described[name] for name in _PLAIN}
+        dtype = described["dtype"]
+        plain = {name: described[name] for name in _PLAIN}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableCheckpointError(
             "the description of an array is damaged",

@@ -156,7 +156,8 @@ def off(spelled: str, *only_with: Condition) -> Flag:
     return Flag("off", only_with, spelled=spelled)
 
 
-VALUE, ON = Flag(), Flag("on")
+VALUE = Flag()
+ON = Flag("on")
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,8 @@ class Argument(Generic[T, D]):
     @property
     def releases(self) -> list[Version]:
         """The known releases whose parser has the argument."""
-        first, end = parse_version(self.since) or OLDEST, parse_version(self.until)
+        first = parse_version(self.since) or OLDEST
+        end = parse_version(self.until)
         found = releases_between(first) if self.is_parsed else []
         return [version for version in found if end is None or version not in releases_between(end)]
 

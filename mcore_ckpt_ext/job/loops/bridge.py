@@ -118,10 +118,12 @@ def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
     scalar = model.get("query_pre_attn_scalar")
     scale = scalar**-0.5 if isinstance(scalar, (int, float)) and 0 < scalar < _MOST_SCALAR else None
     return {
-        "scaled_embeddings": True, "softmax_scale": scale, **_gelu_of(model),
+        "scaled_embeddings": True,
+        "softmax_scale": scale,
+        **_gelu_of(model),
         "attention_softcap": model.get("attn_logit_softcapping"),
         "final_logit_softcap": model.get("final_logit_softcapping"),
-    }  # fmt: skip
+    }
 
 
 def section_arguments(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:

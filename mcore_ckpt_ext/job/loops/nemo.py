@@ -18,9 +18,11 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.bridge import section_arguments
 from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments
 
-WEIGHTS, CONTEXT = "weights", "context"
+WEIGHTS = "weights"
+CONTEXT = "context"
 """The two folders of a checkpoint."""
-MODEL_FILE, EVERYTHING_FILE = "model.yaml", "io.json"
+MODEL_FILE = "model.yaml"
+EVERYTHING_FILE = "io.json"
 """The files in folder `context`."""
 PREFIX = "module."
 """The prefix of all keys, which Megatron's own do not have (`MegatronParallel.sharded_state_dict`)."""

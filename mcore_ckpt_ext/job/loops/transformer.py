@@ -48,7 +48,8 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         found["pipeline_model_parallel_layout"] = split if is_plain(split) else str(named(split))
     if isinstance(shared := config.get("share_embeddings_and_output_weights"), bool):
         found["untie_embeddings_and_output_weights"] = not shared
-    groups, heads = config.get("num_query_groups"), config.get("num_attention_heads")
+    groups = config.get("num_query_groups")
+    heads = config.get("num_attention_heads")
     if groups is not None and heads is not None:
         found["group_query_attention"] = groups != heads
     return found | _activation(config)
@@ -56,7 +57,8 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments for the MLP's activation, which a configuration stores as a function and a gate."""
-    function, gated = named(config.get("activation_func")), config.get("gated_linear_unit")
+    function = named(config.get("activation_func"))
+    gated = config.get("gated_linear_unit")
     if function is None or not isinstance(gated, bool):
         return {}
     own = function.rpartition(".")[2]

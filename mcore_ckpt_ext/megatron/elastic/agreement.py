@@ -17,7 +17,8 @@ from typing import Any
 from mcore_ckpt_ext.errors import ResumeRefusedError
 
 _PREFIX = "mcore_ckpt_ext/elastic"
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_SHORTEST_PAUSE = 0.02
+_LONGEST_PAUSE = 0.5
 _AT_ONCE = timedelta(seconds=60)
 
 
@@ -37,7 +38,10 @@ class Agreement:
             ranks: the number of ranks.
             patience: seconds after which ranks that are missing are given up.
         """
-        self._store, self._rank, self._ranks, self._patience = store, rank, ranks, patience
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self._patience = patience
         self.start = ""
 
     def share(self, decide: Callable[[], str]) -> str:
@@ -53,7 +57,8 @@ class Agreement:
         self._store.set(self._key(self.start, "value"), value)
         others = range(1, self._ranks)
         answered: dict[int, bytes] = {}
-        until, pause = time.monotonic() + self._patience, _SHORTEST_PAUSE
+        until = time.monotonic() + self._patience
+        pause = _SHORTEST_PAUSE
         while others:
             asked = self._wait_for([self._key("asked", str(rank)) for rank in others], until)
             new = {rank: number for rank, number in zip(others, asked, strict=True) if answered.get(rank) != number}

@@ -34,10 +34,15 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_name
 
 # What the flags of a job decide even where they are not given: otherwise it would be the checkpoint's.
 _OF_FLAGS = (
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-    "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "rampup_batch_size",
-)  # fmt: skip
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "virtual_pipeline_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "rampup_batch_size",
+)
 # `LocalElasticAgent._shutdown` (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.13): a restart
 # takes the default, whatever `--shutdown-timeout` says.
 _SECONDS_BEFORE_SIGKILL = 30.0
@@ -73,9 +78,9 @@ def apply_layout(arguments: Any) -> None:
         except CheckpointError as error:
             refusals.append(error)
             return json.dumps({"refusal": str(error)})
-        return json.dumps({
-            "arguments": dict(chosen.arguments), "gpus": chosen.gpus, "reason": chosen.reason, "notes": chosen.notes
-        })  # fmt: skip
+        return json.dumps(
+            {"arguments": dict(chosen.arguments), "gpus": chosen.gpus, "reason": chosen.reason, "notes": chosen.notes}
+        )
 
     refusals: list[CheckpointError] = []
     decision = json.loads(agreement.share(decide))
@@ -132,9 +137,14 @@ def _chosen(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayo
     folder = _newest(arguments)
     checkpoint = None if folder is None else open_checkpoint(folder)
     return choose_for(
-        checkpoint, ranks, arguments=flags, gpus_per_node=node, gpu_memory=smallest_memory(),
-        version=megatron_version(), may_change_batch=may_change_batch,
-    )  # fmt: skip
+        checkpoint,
+        ranks,
+        arguments=flags,
+        gpus_per_node=node,
+        gpu_memory=smallest_memory(),
+        version=megatron_version(),
+        may_change_batch=may_change_batch,
+    )
 
 
 def _newest(arguments: Any) -> Path | None:
@@ -152,9 +162,11 @@ def _newest(arguments: Any) -> Path | None:
         return folder
     if health.newest_complete is None:
         raise ResumeRefusedError(
-            "no checkpoint of this run is complete", found=f"{health.wanted}: {health.problems[0]}", where=str(run),
+            "no checkpoint of this run is complete",
+            found=f"{health.wanted}: {health.problems[0]}",
+            where=str(run),
             hint="to list what is missing: mcore-ckpt verify PATH",
-        )  # fmt: skip
+        )
     if not FALLBACK.chosen(arguments):
         check_complete(health, str(run))
     return run / iteration_name(health.newest_complete)
@@ -200,9 +212,13 @@ def _store(rank: int, patience: float) -> Any:
     """
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_of_agent,
-        timeout=timedelta(seconds=patience), wait_for_workers=False, multi_tenant=True,
-    )  # fmt: skip
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not is_of_agent,
+        timeout=timedelta(seconds=patience),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     return PROCESS.one(_KeptStore, lambda: _KeptStore(store)).store
 
 

@@ -45,9 +45,10 @@ def chunks_of(optimizer: Any) -> list[Any]:
     chunks = [chunk for child in Chain.of(optimizer).distributed for chunk in child.model_chunks]
     if not chunks:
         raise UnsupportedCheckpointError(
-            "the model of the optimizer is unknown", found=type(optimizer).__name__,
+            "the model of the optimizer is unknown",
+            found=type(optimizer).__name__,
             hint="call mcore_ckpt_ext.load_optimizer(path, model, optimizer)",
-        )  # fmt: skip
+        )
     return unwrapped(list(dict.fromkeys(chunks)))
 
 

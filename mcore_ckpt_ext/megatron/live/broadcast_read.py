@@ -79,7 +79,8 @@ class ReadOnce:
             transfer: executes plans on the same folder.
             wants: `wanted_bytes` of every rank.
         """
-        self._reader, self._transfer = reader, transfer
+        self._reader = reader
+        self._transfer = transfer
         self._rank = rank_and_size()[0]
         self._messages = messages_of(wants, self._rank)
         self._parts: list[list[_Part]] = [[] for _ in self._messages]
@@ -108,7 +109,8 @@ class ReadOnce:
         last = bisect_left(places, payload.offset + high * size, key=lambda place: place[0])
         done = low
         for start, stop, at, number in places[first:last]:
-            begin, end = (start - payload.offset) // size, (stop - payload.offset) // size
+            begin = (start - payload.offset) // size
+            end = (stop - payload.offset) // size
             yield from _some(copy, done, begin)
             if len(inside := copy.runs.within(begin, end)):
                 self._parts[number].append(_Part(copy.target, payload.dtype.torch, inside.moved(at // size - begin, 0)))
@@ -181,7 +183,8 @@ class ReadOnce:
         self, pool: ThreadPoolExecutor, room: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, Future[None]]]:
         """Yield the messages that this rank reads, with futures; each call releases the previous buffer."""
-        own, count = self._own_messages, len(room)
+        own = self._own_messages
+        count = len(room)
         begun: deque[tuple[torch.Tensor, Future[None]]] = deque()
         for number, message in enumerate(own):
             data = room[number % count][: message.nbytes]
@@ -218,7 +221,8 @@ def _wait_for(operations: list[dist.P2POp]) -> None:
 
 
 def _place(part: _Part, data: torch.Tensor, destinations: Destinations) -> None:
-    elements, destination = data.view(part.dtype), destinations[part.target]
+    elements = data.view(part.dtype)
+    destination = destinations[part.target]
     for source, target, length, count, source_stride, target_stride in part.runs.rows():
         places = destination.as_strided((count, length), (target_stride, 1), destination.storage_offset() + target)
         places.copy_(elements.as_strided((count, length), (source_stride, 1), source))

@@ -191,7 +191,8 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
     Raises:
         ModelMismatchError: the precision differs.
     """
-    stored, parameter = checkpoint.logical_tensor(WEIGHT, shard.name), shard.live.parameter
+    stored = checkpoint.logical_tensor(WEIGHT, shard.name)
+    parameter = shard.live.parameter
     if stored is None or quantization_check(parameter) is not None or checkpoint.masters_are_derived(shard.name):
         return
     live = str(parameter.dtype).removeprefix("torch.")

@@ -128,7 +128,8 @@ class Digests:
 
     def __init__(self, digester: Digester, own: Callable[[], torch.Tensor] | None) -> None:
         """`own`: waits for this rank's part of each place and returns it; None if there is nothing to digest."""
-        self._digester, self._own = digester, own
+        self._digester = digester
+        self._own = own
         self._totals: torch.Tensor | None = None
         self._exchange: dist.Work | None = None
 

@@ -47,7 +47,8 @@ def states_for(own: Mapping[str, Any], live: Mapping[str, LiveParameter], stored
         if match := _WEIGHT.match(name):
             weights.setdefault(match[1], {})[int(match[2] or 0)] = parameter.regions[0].name
     states: dict[str, Any] = {}
-    missing, unknown = [], []
+    missing = []
+    unknown = []
     for name, value in own.items():
         module = name.removesuffix(f".{EXTRA_STATE}")
         if not is_extra_state(name) or value is None or module not in weights:

@@ -32,7 +32,8 @@ class Prover:
     """
 
     def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: CheckpointView) -> None:
-        self._masters, self._checkpoint = masters, checkpoint
+        self._masters = masters
+        self._checkpoint = checkpoint
         plain = {shard: shard.weight for shard in masters if quantization_check(shard.live.parameter) is None}
         near = {shard: weight for shard, weight in plain.items() if weight.device == masters[shard].device}
         self._pairs = {shard: _Pair(masters[shard], weight) for shard, weight in near.items()}
@@ -88,7 +89,8 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
         ProofError: a master does not round to its weight.
     """
     stored = proof_at_stored_scales(checkpoint, shard.live.tensors, checkpoint.proof, checkpoint.transfer)
-    proof, weight = weaker_of(stored, quantization_check(shard.live.parameter)), shard.weight
+    proof = weaker_of(stored, quantization_check(shard.live.parameter))
+    weight = shard.weight
     for begin in range(0, master.numel(), _BLOCK):
         part = slice(begin, begin + _BLOCK)
         first = shard.slice.start + begin
@@ -108,7 +110,8 @@ def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROU
         True or False; None if they show nothing: the weight is constant there, as biases and norms initially are, or
         only a minority differs, as in a weight that has hardly been trained.
     """
-    weight, master = shard.weight[:_SAMPLE], master[:_SAMPLE]
+    weight = shard.weight[:_SAMPLE]
+    master = master[:_SAMPLE]
     if not weight.numel() or bool((weight == weight[0]).all()):
         return None
     if master.device != weight.device:
@@ -149,7 +152,8 @@ def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None,
         UnsupportedCheckpointError: this package does not support the kind of optimizer.
         CheckpointError: a parameter cannot be compared, and no earlier one has a mismatch.
     """
-    adapters, live = optimizer_adapters_of(optimizer), parameters_as_named(chunks)
+    adapters = optimizer_adapters_of(optimizer)
+    live = parameters_as_named(chunks)
     room = _Room()
     found: dict[int, LiveMismatch] = {}
     try:
@@ -176,16 +180,19 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     if proof is None:
         return None
     # Quantized live weights may have been quantized again, whatever loaded them.
-    proof, weight = weaker_of(proof, weaker or quantization_check(shard.live.parameter)), shard.weight
+    proof = weaker_of(proof, weaker or quantization_check(shard.live.parameter))
+    weight = shard.weight
     master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():
         return None  # fp32 training: masters and weights are the same memory
     # Each block on a GPU costs a synchronization, so its blocks are large; a CPU block fits into the cache.
     is_near = master.device.type == weight.device.type == "cpu"
-    size, numel = STRETCH if is_near else _BLOCK, master.numel()
+    size = STRETCH if is_near else _BLOCK
+    numel = master.numel()
     pair = _Pair(master, weight) if master.device == weight.device else None
     for begin in range(0, numel, size):
-        number, part = begin // size, slice(begin, min(begin + size, numel))
+        number = begin // size
+        part = slice(begin, min(begin + size, numel))
         if is_near and number % every and part.stop < numel:
             continue
         if pair is not None and pair.rounds(begin, part.stop, room):
@@ -202,14 +209,16 @@ class _Pair:
     """Masters and their weights, 1-D on one device, viewed so that comparing a stretch takes few calls."""
 
     def __init__(self, master: torch.Tensor, weight: torch.Tensor) -> None:
-        self._master, self._weight = master, weight
+        self._master = master
+        self._weight = weight
         self._each = each = 8 // weight.dtype.itemsize
         in_words = weight.stride() == (1,) and not weight.storage_offset() % each
         self._words = weight[: weight.numel() // each * each].view(torch.int64) if in_words else None
 
     def rounds(self, start: int, stop: int, room: _Room) -> bool:
         """Return True if the masters in a range round to their weights, bit for bit."""
-        numel, each = stop - start, self._each
+        numel = stop - start
+        each = self._each
         kept, words = room.of(self._weight, numel)
         kept[:numel].copy_(self._master[start:stop])
         # Compare as the widest integers possible: the fewer elements, the faster.

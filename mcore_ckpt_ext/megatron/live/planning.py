@@ -50,7 +50,8 @@ def check_job(resume: Resume) -> None:
     Raises:
         CheckpointError: see the checks of `compatibility`.
     """
-    checkpoint, running = resume.checkpoint, resume.running
+    checkpoint = resume.checkpoint
+    running = resume.running
     check_same_kinds(resume.summaries)
     check_stored_once(checkpoint)
     with naming_differences(checkpoint.arguments, running):
@@ -89,7 +90,8 @@ def plan_rank(resume: Resume, shards: Sequence[OwnShard], groups: Sequence[Seque
     Raises:
         CheckpointError: the checkpoint does not have what the rank needs.
     """
-    checkpoint, options = resume.checkpoint, resume.options
+    checkpoint = resume.checkpoint
+    options = resume.options
     with naming_differences(checkpoint.arguments, resume.running):
         for shard in shards:
             check_kinds(checkpoint, shard)

@@ -47,7 +47,8 @@ class Reading(Generic[OwnShard]):
         Args:
             wants: `wanted_bytes` of every rank.
         """
-        reader, transfer = self._checkpoint.reader, self._checkpoint.transfer
+        reader = self._checkpoint.reader
+        transfer = self._checkpoint.transfer
         for kind in (FP32_PARAM, *self.kinds):
             of_ranks = [spans.get(kind, {}) for spans in wants]
             self._once[kind] = ReadOnce(self._plan.of_kind(kind), reader, transfer, of_ranks)
@@ -92,7 +93,8 @@ class Reading(Generic[OwnShard]):
             The elements that the checkpoint does not have, by shard.
         """
         targets = {target: shard for target, (wanted, shard) in enumerate(self._stored) if wanted == kind}
-        part, transfer = self._plan.of_kind(kind), self._checkpoint.transfer
+        part = self._plan.of_kind(kind)
+        transfer = self._checkpoint.transfer
         memory = {target: rooms[shard] for target, shard in targets.items()}
         if kind in self._once:
             self._once[kind].execute(memory)

@@ -80,7 +80,8 @@ class Resume:
         """
         orders = [list(map(spell, registered)) for registered in self._registered()]
         evidence = [ObservedOrder(LIVE_MODEL, orders)] if orders else []
-        self.opened, self.spell = with_first_moments(self.session.with_orders(evidence)), spell
+        self.opened = with_first_moments(self.session.with_orders(evidence))
+        self.spell = spell
 
     def take_weights(self, specs: Sequence[Mapping[str, WeightSpec]]) -> None:
         """Describe the weights by those of the live job, for an optimizer that is stored without them.

@@ -155,7 +155,9 @@ class ProcessWatch:
                 return f"a process of its writer (pid {self.process.pid}) was killed by {killed}"
             marks = _signs_of_life(self.process.pid)
             if marks != self._marks:
-                self._marks, self._moved, self._is_reported = marks, now, False
+                self._marks = marks
+                self._moved = now
+                self._is_reported = False
         return self._silence(now - self._moved)
 
     def _silence(self, seconds: float) -> str | None:
@@ -167,7 +169,8 @@ class ProcessWatch:
         return what if seconds > WRITER_PATIENCE.value else None
 
     def _death(self) -> str:
-        pid, code = self.process.pid, self.process.exitcode
+        pid = self.process.pid
+        code = self.process.exitcode
         if code is None or code >= 0:
             return f"its writer (pid {pid}) ended with exit code {code} before it was done"
         cause = f"its writer (pid {pid}) was killed by {_signal_name(-code)}"

@@ -67,7 +67,11 @@ class Publisher:
         follow: Callable[[Save], None] = lambda save: None,
     ) -> None:
         self._follow = follow
-        self._disk, self._start, self._now, self._log, self._warn = disk, start, now, log, warn
+        self._disk = disk
+        self._start = start
+        self._now = now
+        self._log = log
+        self._warn = warn
         self._running: _Running | None = None
 
     def prepare(self, save: Save) -> None:

@@ -81,7 +81,10 @@ class Coordinator:
         goes_on: Callable[[], bool],
         clock: tuple[Callable[[], float], Callable[[float], None]] = (time.monotonic, time.sleep),
     ) -> None:
-        self._ranks, self._publisher, self._log, self._goes_on = ranks, publisher, log, goes_on
+        self._ranks = ranks
+        self._publisher = publisher
+        self._log = log
+        self._goes_on = goes_on
         self._now, self._sleep = clock
         self._saves: list[Save] = []  # the saves that are being written or committed, oldest first
         self._active: Save | None = None  # the save that nested calls plan or finalize
@@ -231,7 +234,8 @@ class Coordinator:
         Raises:
             SaveFailedError: on every rank.
         """
-        began, problem = self._now(), None
+        began = self._now()
+        problem = None
         with self._activated(save):
             for step in (step for step in steps if not step.is_own):
                 if problem is None:

@@ -63,7 +63,8 @@ def _register() -> None:
 
 def _after_fork() -> None:
     global _forking_for
-    parent, _forking_for = _forking_for, 0
+    parent = _forking_for
+    _forking_for = 0
     if parent:
         _watch(parent, lambda: os.getppid() == parent)
 

@@ -42,7 +42,8 @@ class MegatronWriters:
     results = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
     def __init__(self, scope: Scope, warn: Callable[[str], None]) -> None:
-        self._scope, self._warn = scope, warn
+        self._scope = scope
+        self._warn = warn
         self._watches: dict[int, ProcessWatch] = {}
 
     def claimed(self, request: Any, save: Save, finalize: Finalize) -> Any:
@@ -111,7 +112,8 @@ class MegatronWriters:
 
     def renew(self) -> None:
         """Give up all writers of this rank and their outstanding results, and start a new queue."""
-        queue, scope = self._queue(), self._scope
+        queue = self._queue()
+        scope = self._scope
         callers = [call.async_caller for call in queue.async_calls]
         if is_persistent := getattr(queue, "persistent", False):
             callers.append(queue._get_async_caller())
@@ -165,7 +167,8 @@ class MegatronWriters:
             yield
             return
         (attribute,) = found  # an attribute of the caller, or since 0.19 of its class
-        is_own, queue = attribute in vars(caller), getattr(caller, attribute)
+        is_own = attribute in vars(caller)
+        queue = getattr(caller, attribute)
         setattr(caller, attribute, _ImpatientQueue(queue, lambda: self._watch_of(caller), give_up))
         try:
             yield
@@ -206,7 +209,9 @@ class _ImpatientQueue:
     """A joinable queue whose `join` also returns if the process that should empty it cannot."""
 
     def __init__(self, queue: Any, watch: Callable[[], ProcessWatch | None], give_up: Callable[[], None]) -> None:
-        self.queue, self._watch, self._give_up = queue, watch, give_up
+        self.queue = queue
+        self._watch = watch
+        self._give_up = give_up
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.queue, name)

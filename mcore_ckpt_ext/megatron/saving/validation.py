@@ -78,7 +78,8 @@ def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: lis
         judge: returns the problems on disk, by the index that has just been written; called on rank 0.
         troubles: receives the errors of writing the index and the problems on disk.
     """
-    finish, retrieve = storage_writer.finish, storage_writer.retrieve_write_results
+    finish = storage_writer.finish
+    retrieve = storage_writer.retrieve_write_results
 
     def guarded_finish(metadata: Any, results: Any) -> None:
         trouble = attempt(partial(finish, metadata, results))
@@ -92,7 +93,8 @@ def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: lis
             # ("deallocated BytesIO object has exported buffers").
             return _wrap_exception(RuntimeError(text_of(error)))
 
-    storage_writer.finish, storage_writer.retrieve_write_results = guarded_finish, guarded_retrieve
+    storage_writer.finish = guarded_finish
+    storage_writer.retrieve_write_results = guarded_retrieve
     try:
         yield
     finally:

@@ -139,7 +139,8 @@ class _Collector(logging.Handler):
 @contextmanager
 def _messages() -> Iterator[list[str]]:
     """Collect the package's log lines; each job logs all lines, as in a process of its own."""
-    logger, lines = own_logger(), list[str]()
+    logger = own_logger()
+    lines = list[str]()
     collector = _Collector(lines)
     logger.addHandler(collector)
     PROCESS.one(LoggedLines).clear()

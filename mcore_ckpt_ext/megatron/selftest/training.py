@@ -67,9 +67,15 @@ class Training:
         """Train one iteration; return its loss on the ranks of the last pipeline stage, else None."""
         self.arguments.curr_iteration = self.arguments.iteration
         losses, *_ = training.train_step(
-            _forward_step, self._batches, self.model, self.optimizer, self.scheduler, self.config,
-            training.get_forward_backward_func(), iteration=self.arguments.iteration,
-        )  # fmt: skip
+            _forward_step,
+            self._batches,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.config,
+            training.get_forward_backward_func(),
+            iteration=self.arguments.iteration,
+        )
         self.arguments.iteration += 1
         self.arguments.consumed_train_samples += self.arguments.global_batch_size
         return float(losses[_LOSS]) if losses else None
@@ -95,7 +101,8 @@ class Training:
     def _samples(self) -> Iterator[torch.Tensor]:
         """Yield this data-parallel rank's micro batches, which depend only on the number of consumed samples."""
         arguments = self.arguments
-        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        ranks = parallel_state.get_data_parallel_world_size()
+        rank = parallel_state.get_data_parallel_rank()
         device = next(self.model[0].parameters()).device
         while True:
             for number in range(get_num_microbatches()):
@@ -142,7 +149,8 @@ Loss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torc
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Loss]:
     """Run a chunk of the model on its next micro batch."""
     tokens = next(batches)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    inputs = tokens[:, :-1].contiguous()
+    labels = tokens[:, 1:].contiguous()
     places = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     return model(inputs, places, None, labels=labels), partial(_loss, tokens=labels.numel())
 

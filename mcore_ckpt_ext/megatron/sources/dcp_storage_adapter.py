@@ -185,16 +185,18 @@ class DcpStorageAdapter(ABC):
         Raises:
             CheckpointError: the checkpoint does not fit the job.
         """
-        arrays, objects = self.arrays(), self.objects()
+        arrays = self.arrays()
+        objects = self.objects()
         self.check_used(arrays, every)
         requested = [key for key in live if self.is_wanted(key, is_tensor=True) or key in arrays]
         needed = [key for key in others if self.is_wanted(key, is_tensor=False)]
         for key in (*requested, *needed):
             if key not in (arrays if key in live else objects):
                 raise ModelMismatchError(
-                    "the job has state that the checkpoint lacks", where=f"{key}, {self._folder}",
+                    "the job has state that the checkpoint lacks",
+                    where=f"{key}, {self._folder}",
                     hint="resume with the model and optimizer arguments that the checkpoint was written with",
-                )  # fmt: skip
+                )
         fitted = {key: self._fitted(arrays[key], live[key]) for key in requested}
         self._reader = VirtualStorageReader(fitted, objects, self._filler)
 
@@ -207,17 +209,22 @@ class DcpStorageAdapter(ABC):
         """
         if str(live.dtype) != f"torch.{array.tensor.dtype}":
             raise UnsupportedCheckpointError(
-                "the job would round the checkpoint's values", found=f"{live.dtype}",
-                expected=array.tensor.dtype, where=array.key, hint=self.exact,
-            )  # fmt: skip
+                "the job would round the checkpoint's values",
+                found=f"{live.dtype}",
+                expected=array.tensor.dtype,
+                where=array.key,
+                hint=self.exact,
+            )
         shape = tuple(live.shape)
         may_pad = array.tensor.name in VOCABULARY and shape[1:] == array.shape[1:]
         if shape != array.shape and not (may_pad and shape[0] >= (self.checkpoint.tokens or 0)):
             raise ModelMismatchError(
                 "a parameter has different shapes in the model and the checkpoint",
-                found=f"{array.shape} in the checkpoint", expected=f"{shape}", where=array.key,
+                found=f"{array.shape} in the checkpoint",
+                expected=f"{shape}",
+                where=array.key,
                 hint=SAME_MODEL,
-            )  # fmt: skip
+            )
         return replace(array, shape=shape, tensor=replace(array.tensor, shape=shape)) if may_pad else array
 
 

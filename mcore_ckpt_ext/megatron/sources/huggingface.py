@@ -75,13 +75,16 @@ def check_arguments(arguments: Any) -> None:
         if FROM_HF.chosen(arguments) and not _is_model(getattr(arguments, _PRETRAINED, None)):
             raise _no_folder(arguments)
         return
-    formats, chosen = (TORCH_DIST, LEGACY), getattr(arguments, "ckpt_format", TORCH_DIST)
+    formats = (TORCH_DIST, LEGACY)
+    chosen = getattr(arguments, "ckpt_format", TORCH_DIST)
     wrong = [f"--{name.replace('_', '-')}" for name in _OTHER_WAYS if getattr(arguments, name, None)]
     if wrong := wrong + ([] if chosen in formats else [f"--ckpt-format {chosen}"]):
         raise UsageError(
-            "this option does not allow a start from a Hugging Face folder", found=", ".join(wrong), where=str(folder),
+            "this option does not allow a start from a Hugging Face folder",
+            found=", ".join(wrong),
+            where=str(folder),
             hint=_HINT,
-        )  # fmt: skip
+        )
     with accepting(ACCEPT_KEYS.chosen(arguments)):
         described = described_model(folder, transformer_impl=_layer_spec(arguments))
     running = JobArguments.of(vars(arguments))
@@ -89,9 +92,10 @@ def check_arguments(arguments: Any) -> None:
         raise ModelMismatchError(
             f"the arguments of the job contradict config.json, which describes "
             f"{with_indefinite_article(described.family.described)}",
-            found="; ".join(found), where=str(folder / CONFIG),
+            found="; ".join(found),
+            where=str(folder / CONFIG),
             hint=f"describe the model of config.json: {shlex.join(training_flags(described.arguments))}",
-        )  # fmt: skip
+        )
 
 
 def _no_folder(arguments: Any) -> UsageError:
@@ -99,10 +103,12 @@ def _no_folder(arguments: Any) -> UsageError:
     has_checkpoint = (Path(named) / TRACKER_FILE).exists()
     what = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json and weights"
     return UsageError(
-        f"{FROM_HF.flag}: --load names no Hugging Face folder to start from", found=what, where=named,
+        f"{FROM_HF.flag}: --load names no Hugging Face folder to start from",
+        found=what,
+        where=named,
         hint="leave it out in a job that continues its own checkpoints: --load RUN --pretrained-checkpoint "
         "FOLDER reads FOLDER only while RUN has no checkpoint",
-    )  # fmt: skip
+    )
 
 
 def _layer_spec(arguments: Any) -> str:
@@ -126,8 +132,9 @@ def check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Chunks) -> None:
         if tensor is not None and tensor.shape[0] < checkpoint.vocabulary:
             raise ModelMismatchError(
                 "the model has fewer tokens than the folder, and the last ones would be lost",
-                found=f"{tensor.shape[0]} rows, padding included", expected=f"at least {checkpoint.vocabulary}",
+                found=f"{tensor.shape[0]} rows, padding included",
+                expected=f"at least {checkpoint.vocabulary}",
                 where=str(checkpoint.folder / CONFIG),
                 hint=f"pass a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} if "
                 "this Megatron has it",
-            )  # fmt: skip
+            )

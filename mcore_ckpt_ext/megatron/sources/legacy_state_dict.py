@@ -39,8 +39,11 @@ from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 # `check_checkpoint_args` compares these; they follow from the tensor and pipeline parallel size.
 _FOLLOWS_LAYOUT = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size", "make_vocab_size_divisible_by",
-)  # fmt: skip
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+)
 
 
 @contextmanager
@@ -116,7 +119,8 @@ def _rank_state(
         # A Hugging Face folder has no arguments: this job's arguments have been compared with its config.json.
         written = Namespace(**(vars(arguments) if checkpoint.format_reader.is_model_folder else checkpoint.args))
         vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
-        described, states = live_parameters(chunks, spell), checkpoint.extra_states()
+        described = live_parameters(chunks, spell)
+        states = checkpoint.extra_states()
         models, found = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
         keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
         common = with_torch_dtypes({**checkpoint.common, "args": written})

@@ -39,8 +39,10 @@ class MegatronFsdpAdapter(DcpStorageAdapter):
             raise UnsupportedCheckpointError(
                 "the layer numbers of Megatron-FSDP's pipeline stages are unknown",
                 found=f"--pipeline-model-parallel-size {running.pipeline_model_parallel_size}",
-                expected="1", where=str(folder), hint="resume without pipeline stages",
-            )  # fmt: skip
+                expected="1",
+                where=str(folder),
+                hint="resume without pipeline stages",
+            )
         spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
         source = open_source(folder, FsdpDtensor(transformer_impl=spec), None, index=session.index)
         super().__init__(session, source, running)
@@ -71,6 +73,7 @@ class MegatronFsdpAdapter(DcpStorageAdapter):
         if unused:
             raise ModelMismatchError(
                 "the checkpoint holds parameters that the model does not have",
-                found=f"{len(unused)} of them, {', '.join(unused[:3])}", where=str(self._folder),
+                found=f"{len(unused)} of them, {', '.join(unused[:3])}",
+                where=str(self._folder),
                 hint=SAME_MODEL,
-            )  # fmt: skip
+            )

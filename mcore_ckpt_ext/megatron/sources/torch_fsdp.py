@@ -45,7 +45,8 @@ class TorchFsdpAdapter(DcpStorageAdapter):
     def __init__(self, session: LoadSession, arguments: Any, chunks: Chunks, optimizer: Any) -> None:
         folder = session.folder
         running = JobArguments.of(vars(arguments))
-        self._optimizer, self._child = optimizer, _only_child(optimizer)
+        self._optimizer = optimizer
+        self._child = _only_child(optimizer)
         named = {
             key: (id(value), model_space_name(key, 0, 0, running))
             for chunk in chunks
@@ -101,9 +102,11 @@ class TorchFsdpAdapter(DcpStorageAdapter):
         found = {group_that_holds(name, shape, groups, self.checkpoint.arguments) for name, shape in known.items()}
         if len(found) > 1:
             raise ModelMismatchError(
-                "parameters of one group of the running optimizer were in several ones", found=f"{len(found)} groups",
-                where=f"{names[0]}, {self._folder}", hint="resume with the optimizer arguments of the checkpoint",
-            )  # fmt: skip
+                "parameters of one group of the running optimizer were in several ones",
+                found=f"{len(found)} groups",
+                where=f"{names[0]}, {self._folder}",
+                hint="resume with the optimizer arguments of the checkpoint",
+            )
         return groups[found.pop()] if found else {}
 
     @override
@@ -175,7 +178,9 @@ def _only_child(optimizer: Any) -> Any:
     chain = Chain.of(optimizer)
     if len(chain.whole) != 1 or chain.distributed or chain.unknown:
         raise UnsupportedCheckpointError(
-            "this version does not support this kind of optimizer with torch's FSDP", found=type(optimizer).__name__,
-            expected="one optimizer of whole parameters", hint="resume with --optimizer adam; or with --no-load-optim",
-        )  # fmt: skip
+            "this version does not support this kind of optimizer with torch's FSDP",
+            found=type(optimizer).__name__,
+            expected="one optimizer of whole parameters",
+            hint="resume with --optimizer adam; or with --no-load-optim",
+        )
     return chain.whole[0][0]

@@ -32,7 +32,9 @@ class VirtualStorageReader(StorageReader):
 
     def __init__(self, arrays: Mapping[str, FsdpArray], objects: Mapping[str, Any], filler: BlockReader) -> None:
         """Args: the arrays and objects of `FsdpTarget`, by key; the reader of their content."""
-        self._arrays, self._objects, self._filler = arrays, objects, filler
+        self._arrays = arrays
+        self._objects = objects
+        self._filler = filler
         self.bytes_read = 0
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

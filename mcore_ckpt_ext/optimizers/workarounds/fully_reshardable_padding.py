@@ -162,7 +162,8 @@ def masters_hold(
     for name in names:
         stored = state.stored(FP32_PARAM, name)
         for piece in stored[:1]:
-            start, stop = piece.slice.start, min(piece.slice.stop, piece.slice.start + _SAMPLE)
+            start = piece.slice.start
+            stop = min(piece.slice.stop, piece.slice.start + _SAMPLE)
             sample = Slice(piece.slice.regions, start, stop)
             master = read_slice(state, transfer, FP32_PARAM, sample)
             if mismatch(master, read_slice(weights, transfer, WEIGHT, sample)) is not None:

@@ -46,7 +46,9 @@ class Chain:
         chain, and the DistributedOptimizer for parameters that Muon does not step (`_get_megatron_emerging_optimizer`,
         megatron/core/optimizer/__init__.py, core_v0.19.1, 0.19.2 and the development head of August 2026).
         """
-        distributed, whole, unknown = [], [], []
+        distributed = []
+        whole = []
+        unknown = []
         for child, layer_wise in _leaves(optimizer, None):
             if hasattr(child, "gbuf_ranges"):
                 distributed.append(child)
@@ -140,7 +142,8 @@ def omits_state(optimizer: Any) -> bool:
     `_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py; core_v0.19.1, 0.19.2 and the development
     head of August 2026).
     """
-    kept, handled = kept_by(optimizer.optimizer), getattr(optimizer, "optimizer_state_keys", None)
+    kept = kept_by(optimizer.optimizer)
+    handled = getattr(optimizer, "optimizer_state_keys", None)
     return kept is not None and handled is not None and set(kept) != set(handled)
 
 
@@ -171,7 +174,8 @@ def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remai
         kind: the running job's optimizer, by `kind_named`.
         stored_remainders: returns True if the checkpoint has remainders; called only if both jobs may have them.
     """
-    optimizers, found = chain.distributed, list[str]()
+    optimizers = chain.distributed
+    found = list[str]()
     if bool(written.use_distributed_optimizer) == bool(chain.whole or chain.unknown):
         found.append("use_distributed_optimizer")
     if bool(written.optimizer_cpu_offload) != any(map(is_offloaded, optimizers)):
@@ -197,5 +201,6 @@ def kind_named(arguments: Mapping[str, Any]) -> str | None:
     `dist_muon` is `muon` with distributed parameters (megatron/training/arguments.py, core_v0.16.1 to 0.19.2). Adam or
     Lion steps the parameters that Muon does not (`--muon-scalar-optimizer`, since core_v0.19.0).
     """
-    name, other = str(arguments.get("optimizer") or "").removeprefix("dist_"), arguments.get("muon_scalar_optimizer")
+    name = str(arguments.get("optimizer") or "").removeprefix("dist_")
+    other = arguments.get("muon_scalar_optimizer")
     return f"{name} and {other}" if "muon" in name and other not in (None, "adam") else name or None

@@ -44,7 +44,8 @@ class OffloadedAdapter(DistributedAdapter):
         The outer groups are copied into those of the sub-optimizers before every step. Stock Megatron leaves a step in
         them when it loads, which would reset FusedAdam's step each time.
         """
-        hybrid, step = self._hybrid, max((int(group[_STEP]) for group in groups if _STEP in group), default=0)
+        hybrid = self._hybrid
+        step = max((int(group[_STEP]) for group in groups if _STEP in group), default=0)
         for group, values in zip(hybrid.param_groups, groups, strict=True):
             group.pop(_STEP, None)
             group.update({key: value for key, value in values.items() if key not in ("params", _STEP)})

@@ -57,7 +57,8 @@ class PlainAdapter(ABC):
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
         """Take fp32 moments; `values` must not be changed afterwards."""
-        state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
+        state = self._optimizer.optimizer.state
+        stepped = self._stepped(shard)
         state[stepped] = {**state.get(stepped, {}), kind: values.view(stepped.shape)}
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:

@@ -60,7 +60,8 @@ class PrecisionAwareAdapter(DistributedAdapter):
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """Take masters. With remainders, the caller writes the weights, see `rounded`."""
-        stepped, masters = self._stepped(shard), values
+        stepped = self._stepped(shard)
+        masters = values
         if self._has_remainder(shard):
             masters = split(values)[1]
         elif not self._is_inside(shard):
