@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 # The modules of ColossalAI's part, and what it takes from the rest with everything that this imports in turn.
 PARTS = {"colossalai", "zero_strict_state_dict"}
 SHARED = {
-    *("collectives", "devices", "errors", "group_device", "lazy_torch", "settings"),
+    *("collectives", "communicator", "devices", "errors", "group_device", "lazy_torch", "settings"),
     *("patching", "patching.import_hook", "patching.log", "patching.patch_point", "patching.registry"),
     "patching.singletons",
     *("storage", "storage.atomic_files", "storage.crc32", "storage.gc_pause", "storage.paths"),
