@@ -111,5 +111,5 @@ def refused_layout(checkpoint: CheckpointView, reason: str) -> UnsupportedCheckp
         "Megatron refuses this layout for the model",
         found=reason,
         where=str(checkpoint.folder),
-        hint="mcore-ckpt plan SRC --gpus 8 lists the layouts that it accepts; a job reads --to torch_dist under each",
+        hint="list those that it accepts: mcore-ckpt plan SRC --gpus 8; a job reads --to torch_dist under each",
     )

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS, main, parser_of
@@ -28,8 +29,11 @@ TARGET, PAGE = re.compile(r"--to (?!is missing)([a-z]\w*)"), re.compile(r"\bdocs
 EXTRA = re.compile(r"mcore_ckpt_ext\[(\w+)\]")
 # The words of a command that a reader replaces by the path of a checkpoint.
 SOURCES = {"PATH", "SRC", "A", "B"}
-# Flags that the newest release does not have, and the releases that a message speaks of.
-OF_OTHER_RELEASES = {"--ckpt-drop-redundant-extra-state": "the development head of August 2026"}
+# Flags that the newest release's own loop does not have, and where the message speaks of them.
+OF_OTHER_RELEASES = {
+    "--ckpt-drop-redundant-extra-state": "the development head of August 2026",
+    "--dataloader-save": "scripts that read by Energon, as examples/multimodal of Megatron-LM",
+}
 PARSER = "import argparse; from megatron.training.arguments import add_megatron_arguments as add; " + (
     "print(*add(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions)"
 )
@@ -66,14 +70,16 @@ def options(command: str) -> dict[str, argparse.Action]:
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    """Flags of the installed Megatron, of this package's jobs, and of the command line."""
+    """Flags of the installed Megatron, of this package's jobs, of torchrun, and of the command line."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", PARSER], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     megatron = set(run.stdout.splitlines()[-1].split())
     assert len(megatron) > 500
     own = {setting.flag for setting in SETTINGS if setting.argument}
+    of_torchrun = get_args_parser()._option_string_actions.keys()
     of_all_commands = {"--version", "--help", "--print-completion"}
-    return megatron | own | of_all_commands | {spelling for command in COMMANDS for spelling in options(command)}
+    of_one = {spelling for command in COMMANDS for spelling in options(command)}
+    return megatron | own | of_torchrun | of_all_commands | of_one
 
 
 def test_every_flag_exists(known: set[str]) -> None:
