@@ -37,8 +37,8 @@ def test_absent_values_are_unset() -> None:
 
 
 def test_a_misspelt_argument_of_a_table_is_an_error() -> None:
-    with pytest.raises(UnsupportedCheckpointError, match="normalization"):
-        JobArguments.of({}).value("normalization")
+    with pytest.raises(UnsupportedCheckpointError, match="normalizaton"):
+        JobArguments.of({}).value("normalizaton")
 
 
 @pytest.mark.parametrize(
