@@ -78,6 +78,7 @@ def metrics(
     disk: Disk | None = None,
     *,
     quick: bool = False,
+    file: str,
 ) -> str:
     """Return the text of the metrics.
 
@@ -88,9 +89,11 @@ def metrics(
         result: result of the verification; None if the checkpoint could not be verified.
         disk: size and time of the checkpoint's files; None as for `result`.
         quick: only metadata was checked; the label `depth` of each metric distinguishes quick and full verifications.
+        file: name of the file of metrics, the label `file`: the collector refuses two files with the same series.
     """
     found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
-    labels = f'path="{_escaped(_absolute(path))}",depth="{"quick" if quick else "full"}"'
+    depth = "quick" if quick else "full"
+    labels = f'path="{_escaped(_absolute(path))}",depth="{depth}",file="{_escaped(file)}"'
     return "".join(text for metric in found for text in _lines(labels, metric))
 
 

@@ -103,17 +103,19 @@ def _measured(arguments: argparse.Namespace, team: Communicator) -> Verification
     from mcore_ckpt_ext.operations.check_results import verification_result
 
     prometheus.check_metrics_file(arguments.prometheus)
+    file = arguments.prometheus.name
     begin = time.monotonic()
     try:
         found = _verify(arguments, team)
     except CheckpointError:
-        text = prometheus.metrics(arguments.path, _UNREADABLE, time.monotonic() - begin, quick=arguments.quick)
+        seconds = time.monotonic() - begin
+        text = prometheus.metrics(arguments.path, _UNREADABLE, seconds, quick=arguments.quick, file=file)
         prometheus.write_metrics(arguments.prometheus, text)
         raise
     seconds = time.monotonic() - begin
     disk = prometheus.disk_of(as_path(found.path))
     result = verification_result(found)
-    text = prometheus.metrics(arguments.path, _exit_code(found), seconds, result, disk, quick=found.quick)
+    text = prometheus.metrics(arguments.path, _exit_code(found), seconds, result, disk, quick=found.quick, file=file)
     prometheus.write_metrics(arguments.prometheus, text)
     return found
 

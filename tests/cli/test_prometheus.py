@@ -14,7 +14,9 @@ from mcore_ckpt_ext.cli.prometheus import Disk, metrics
 from tests.harness.checkpoints import Fixture, fixture_named
 
 # An exposition's line of a sample: https://prometheus.io/docs/instrumenting/exposition_formats/
-SAMPLE = re.compile(r'^([a-z_]+)\{path="((?:[^"\\\n]|\\.)*)",depth="(?:quick|full)"(?:,(\w+)="(\w+)")?\} (\S+)$')
+SAMPLE = re.compile(
+    r'^([a-z_]+)\{path="((?:[^"\\\n]|\\.)*)",depth="(?:quick|full)",file="run.prom"(?:,(\w+)="(\w+)")?\} (\S+)$'
+)
 
 
 def samples(path: Path, of: Path) -> dict[str, float]:
@@ -81,18 +83,22 @@ def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_store_without_times() -> None:
-    text = metrics("memory://run", 0, 1.0, None, Disk(5, None))
-    assert 'mcore_ckpt_checkpoint_bytes{path="memory://run",depth="full"} 5.0' in text
+    text = metrics("memory://run", 0, 1.0, None, Disk(5, None), file="a.prom")
+    assert 'mcore_ckpt_checkpoint_bytes{path="memory://run",depth="full",file="a.prom"} 5.0' in text
     assert "age" not in text
 
 
 def test_labels_are_escaped() -> None:
-    lines = metrics('/a"b\\c\nd', 0, 1.0).splitlines()
-    assert lines[2] == r'mcore_ckpt_verify_exit_code{path="/a\"b\\c\nd",depth="full"} 0.0'
+    lines = metrics('/a"b\\c\nd', 0, 1.0, file='a".prom').splitlines()
+    assert lines[2] == r'mcore_ckpt_verify_exit_code{path="/a\"b\\c\nd",depth="full",file="a\".prom"} 0.0'
 
 
-def test_series_of_quick_and_full_verifications_and_of_two_folders_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {metrics("run", 0, 1.0, quick=quick).splitlines()[2] for quick in (False, True)}
-    monkeypatch.chdir("/")
-    found |= {metrics("run", 0, 1.0, quick=quick).splitlines()[2] for quick in (False, True)}
-    assert len(found) == 4
+def test_two_files_of_metrics_have_no_series_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two folders, of a quick and a full verification, and of two nightly jobs that verify the same folder."""
+    found = set()
+    for folder in (Path.cwd(), "/"):
+        monkeypatch.chdir(folder)
+        for quick in (False, True):
+            for file in ("a.prom", "b.prom"):
+                found.add(metrics("run", 0, 1.0, quick=quick, file=file).splitlines()[2])
+    assert len(found) == 8
