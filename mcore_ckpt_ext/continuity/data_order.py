@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mcore_ckpt_ext.continuity.batch_sizes import BatchSize, indivisible_sizes
-from mcore_ckpt_ext.continuity.cyclic import ReadingLayout, history_of
+from mcore_ckpt_ext.continuity.cyclic import HISTORY, ReadingLayout, as_argument, history_of
 from mcore_ckpt_ext.errors import shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
@@ -235,6 +235,17 @@ def followed_history(written: JobArguments, running: JobArguments) -> tuple[Read
     """
     is_followed = _loader(running) == CYCLIC and not running.phase_transition_iterations
     return history_of(written, running) if is_followed else ()
+
+
+def changed_history(written: JobArguments, converted: JobArguments) -> dict[str, Any]:
+    """Return the argument that a conversion changes with the layout, so that the data go on where the epoch stands.
+
+    Args:
+        written: the arguments of the source.
+        converted: those of the result.
+    """
+    recorded = as_argument(followed_history(written, converted))
+    return {} if recorded is None else {HISTORY: recorded}
 
 
 def _keep(written: JobArguments) -> str:

@@ -11,7 +11,7 @@ import pytest
 from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
 
 from mcore_ckpt_ext.continuity.cyclic import HISTORY, ReadingLayout, as_argument, history_of
-from mcore_ckpt_ext.continuity.data_order import followed_history
+from mcore_ckpt_ext.continuity.data_order import changed_history, followed_history
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.cyclic_sampler import DataHistory, keep_history
 from mcore_ckpt_ext.patching.singletons import PROCESS
@@ -57,6 +57,12 @@ class _Run:
             self.read += step
             self.consumed += len(step)
         self._written = JobArguments.of({**vars(arguments), "consumed_train_samples": self.consumed})
+
+    def convert(self, job: JobArguments) -> None:
+        """Write the checkpoint as that of a job that reads otherwise."""
+        assert self._written is not None
+        converted = job.replace(consumed_train_samples=self.consumed)
+        self._written = converted.replace(**changed_history(self._written, converted))
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +117,16 @@ def test_a_position_that_the_new_step_does_not_divide_is_served() -> None:
     run.train(_job(8, 2), None)
     assert max(Counter(run.read).values()) == 1
     assert len(run.read) == 100 + 380 // 16 * 16
+
+
+@pytest.mark.parametrize("data", [4, 2])
+def test_an_epoch_goes_on_after_a_conversion(data: int) -> None:
+    """To the layout of the job that resumes, and to one that nobody resumes under."""
+    run = _Run(480)
+    run.train(_job(8, 1), 96)
+    run.convert(_job(4, 1))
+    run.train(_job(data, 2), None)
+    assert sorted(run.read) == list(range(480))
 
 
 def test_an_epoch_after_several_is_found() -> None:

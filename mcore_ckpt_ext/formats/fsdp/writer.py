@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from mcore_ckpt_ext.continuity.data_order import changed_history
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
@@ -175,7 +176,7 @@ class FsdpTarget:
         common.pop("content_metadata", None)
         arguments = common["args"]
         pipeline = self._checkpoint.layout.pipeline
-        for name, value in {
+        changes = {
             "ckpt_format": FSDP_DTENSOR,
             "use_dist_ckpt": True,
             "use_megatron_fsdp": True,
@@ -187,7 +188,9 @@ class FsdpTarget:
             "transformer_pipeline_model_parallel_size": 1,
             "data_parallel_size": pipeline * self._checkpoint.layout.data,
             "padded_vocab_size": self._checkpoint.vocabulary_rows,
-        }.items():
+        }
+        written = self._checkpoint.arguments
+        for name, value in {**changes, **changed_history(written, written.replace(**changes))}.items():
             setattr(arguments, name, value)
         return common
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
+from mcore_ckpt_ext.continuity.data_order import changed_history
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.legacy.options import Legacy
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
@@ -57,7 +58,8 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
         "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chained_optimizer_settings()),
         **without_fsdp(written),
     }
-    return written.replace(**changes)
+    reader = written.replace(**changes)
+    return reader.replace(**changed_history(written, reader))
 
 
 def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:

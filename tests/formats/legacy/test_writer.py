@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext import Legacy, convert
+from mcore_ckpt_ext import Legacy, convert, open_checkpoint
+from mcore_ckpt_ext.continuity.cyclic import HISTORY
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.flat_state import check_within_buckets
+from mcore_ckpt_ext.formats.legacy.target_arguments import reader_arguments
 from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, pack
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer
@@ -47,3 +50,14 @@ def test_a_shared_embedding_before_its_bucket_is_refused(rule: PackingRule, is_r
         return
     with pytest.raises(UnsupportedCheckpointError, match="64 elements of embedding before .* 0.13 or later"):
         check_within_buckets(buffer, ModelRank(0, 0, None))
+
+
+def test_a_conversion_keeps_how_cyclic_data_were_read(tmp_path: Path) -> None:
+    """The files of fewer data-parallel ranks name those that have read the epoch so far."""
+    source = open_checkpoint(fixture_named("p02").run)
+    job = source.arguments.replace(dataloader_type="cyclic")
+    reader = reader_arguments(
+        replace(source, job=replace(source.job, arguments=lambda: job)), Legacy(tensor_model_parallel_size=4)
+    )
+    assert (job.data_parallel_size, reader.data_parallel_size) == (2, 1)
+    assert [layout["data_parallel"] for layout in reader.raw[HISTORY]] == [2, 1]
