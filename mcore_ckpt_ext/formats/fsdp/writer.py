@@ -176,7 +176,7 @@ class FsdpTarget:
         common.pop("content_metadata", None)
         arguments = common["args"]
         pipeline = self._checkpoint.layout.pipeline
-        changes = {
+        changes: dict[str, Any] = {
             "ckpt_format": FSDP_DTENSOR,
             "use_dist_ckpt": True,
             "use_megatron_fsdp": True,
