@@ -36,7 +36,7 @@ class Fence:
 
     @property
     def is_run(self) -> bool:
-        return self.language in ("console", "python") and self.title not in EXEMPT
+        return self.language in ("console", "python") and not any(mark in self.title for mark in EXEMPT)
 
     @property
     def is_script(self) -> bool:
