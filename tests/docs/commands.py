@@ -36,7 +36,11 @@ class Fence:
 
     @property
     def is_run(self) -> bool:
-        return self.language in ("console", "python") and not any(mark in self.title for mark in EXEMPT)
+        return self.language in ("console", "python") and not self.is_exempt
+
+    @property
+    def is_exempt(self) -> bool:
+        return any(mark in self.title for mark in EXEMPT)
 
     @property
     def is_script(self) -> bool:
