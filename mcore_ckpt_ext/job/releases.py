@@ -331,8 +331,8 @@ NORMALIZES_PLAIN_QUERIES = Capability(
     since=Version(0, 19),
     until=Version(0, 20),
 )
-AVERAGES_BY_CONTEXT_RANK = Capability("averages a loss on each context rank", "pretrain_gpt.py", Version(0, 13))
-SCALES_BALANCE_BY_RANK = Capability("scales balance by a rank's tokens", "router.py", Version(0, 12), Version(0, 19))
+AVERAGES_BY_CONTEXT_RANK = Capability("averages losses by context rank", "Megatron-LM/pretrain_gpt.py", Version(0, 13))
+SCALES_BALANCE_BY_RANK = Capability("scales balance by rank", "moe/router.py", Version(0, 12), Version(0, 19))
 RESUMES_WITH_THIS_PACKAGE = Capability(
     "has a `load_checkpoint` in which this package is tested",
     "megatron/training/checkpointing.py, 0.16.1 to 0.19.2; docs/reference/loops.md",
