@@ -49,7 +49,12 @@ def missing_progress(session: LoadSession) -> tuple[str, ...]:
     if stored is None or not (stored.reader_class.is_loaded_as_stored or stored.name in (LEGACY, ZARR)):
         return ()
     missing = tuple(_missing(session.checkpoint.common))
-    return tuple(name for name in missing if name == _VERSION or session.folder.name != RELEASE)
+    if session.folder.name == RELEASE:
+        return tuple(name for name in missing if name == _VERSION)
+    # A save without the optimizer is without the schedule, too: that it has no optimizer is the reason to name.
+    if session.checkpoint.arguments.raw.get("no_save_optim"):
+        return tuple(name for name in missing if name in (_VERSION, _ITERATION))
+    return missing
 
 
 def _missing(common: Mapping[str, Any]) -> Iterator[str]:
