@@ -15,10 +15,12 @@ LAST = 6
 """The iteration of the checkpoint, and the last iteration: three losses are compared."""
 
 
-def layout_of(ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, virtual: int = 1) -> ParallelLayout:
-    """Return the layout of a job of the self-test from its sizes; expert tensor parallelism is 1."""
+def layout_of(
+    ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, virtual: int = 1, expert_tensor: int | None = None
+) -> ParallelLayout:
+    """Return the layout of a job of the self-test from its sizes; `expert_tensor` is `tensor` if not given."""
     data = ranks // (tensor * pipeline)
-    return ParallelLayout(tensor, pipeline, virtual, expert, expert_tensor=1, context=1, data=data, world=ranks)
+    return ParallelLayout(tensor, pipeline, virtual, expert, expert_tensor or tensor, context=1, data=data, world=ranks)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ def _experts(machine: Machine) -> Iterator[Job]:
     source = layout_of(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
     save = _saving(machine, "experts", source, (), check="save")
     yield save
-    found = [layout_of(ranks, 1, 2), layout_of(ranks, 2, 1), layout_of(ranks, 2, 2, 2), layout_of(ranks, 1, 1)]
+    sizes = ((1, 2, 1), (2, 1, 1), (2, 2, 2), (1, 1, 1))
+    found = [layout_of(ranks, *of_layout, expert_tensor=1) for of_layout in sizes]
     for layout in dict.fromkeys(found):
         if layout != source and ranks % (layout.tensor * layout.pipeline * layout.expert) == 0:
             yield _resuming(machine, save, layout, expects=_RESUMED)
