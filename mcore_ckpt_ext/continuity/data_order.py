@@ -238,7 +238,9 @@ def followed_history(written: JobArguments, running: JobArguments) -> tuple[Read
 
 
 def changed_history(written: JobArguments, converted: JobArguments) -> dict[str, Any]:
-    """Return the argument that a conversion changes with the layout, so that the data go on where the epoch stands.
+    """Return the argument with which a converted checkpoint says how its data were read.
+
+    It is empty where the conversion does not change how a job reads.
 
     Args:
         written: the arguments of the source.

@@ -18,7 +18,10 @@ LAST = 6
 def layout_of(
     ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, virtual: int = 1, expert_tensor: int | None = None
 ) -> ParallelLayout:
-    """Return the layout of a job of the self-test from its sizes; `expert_tensor` is `tensor` if not given."""
+    """Return the layout of a job of the self-test from its sizes.
+
+    Without `expert_tensor`, experts are divided as the rest.
+    """
     data = ranks // (tensor * pipeline)
     return ParallelLayout(tensor, pipeline, virtual, expert, expert_tensor or tensor, context=1, data=data, world=ranks)
 
