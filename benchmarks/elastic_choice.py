@@ -9,7 +9,6 @@ processor's, with and without opening the checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -17,9 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-import synthetic
-from command_line import parser_of
-from planning import CASES, folder_of
+from planning import chosen_cases, made_folder, parsed_cases
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.operations.elastic_layout import choose_for
@@ -50,31 +47,24 @@ def choose_once(folder: Path, ranks: int) -> dict[str, object]:
 
 def main() -> None:
     """Make the checkpoints, and measure in turn."""
-    parser = parser_of(__doc__, runs=5)
-    parser.add_argument("--model", nargs="+", choices=["llama", "deepseek"], default=["llama", "deepseek"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--once", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed_cases(__doc__)
     if options.once:
         print(json.dumps(choose_once(options.folder, options.ranks[0])))
         return
     print(f"goal: {GOAL_SECONDS} s of the processor")
-    for ranks in options.ranks:
-        for name in (name for name in CASES if name.split()[0] in options.model):
-            folder = folder_of(options.folder, name, ranks)
-            if not folder.exists():
-                synthetic.make_empty(folder, CASES[name](ranks).written, 1 << 36, plans=True)
-            runs = []
-            for _ in range(options.runs):
-                command = [sys.executable, __file__, str(folder), "--once", name, "--ranks", str(ranks)]
-                result = subprocess.run(command, capture_output=True, text=True, check=True)
-                runs.append(json.loads(result.stdout))
-            parts = (statistics.median(run[part] for run in runs) for part in ("looked", "opened", "chose", "seconds"))
-            looked, opened, chose, seconds = parts
-            print(
-                f"| {name}, {ranks} ranks | {chose:.2f} s to choose; before, {looked:.2f} to look whether all is there "
-                f"and {opened:.2f} to open it; {seconds:.2f} s by the clock | {runs[-1]['reason']} |"
-            )
+    for name, ranks in chosen_cases(options):
+        folder = made_folder(options.folder, name, ranks)
+        runs = []
+        for _ in range(options.runs):
+            command = [sys.executable, __file__, str(folder), "--once", name, "--ranks", str(ranks)]
+            result = subprocess.run(command, capture_output=True, text=True, check=True)
+            runs.append(json.loads(result.stdout))
+        parts = (statistics.median(run[part] for run in runs) for part in ("looked", "opened", "chose", "seconds"))
+        looked, opened, chose, seconds = parts
+        print(
+            f"| {name}, {ranks} ranks | {chose:.2f} s to choose; before, {looked:.2f} to look whether all is there "
+            f"and {opened:.2f} to open it; {seconds:.2f} s by the clock | {runs[-1]['reason']} |"
+        )
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
-from command_line import parser_of
+from command_line import parser_of, print_medians
 from safetensors.torch import save_file
 
 MEASURED = """
@@ -189,10 +188,7 @@ def main() -> None:
         seconds.setdefault("cp of torch_dist", []).append(copy(out, other))
         shutil.rmtree(out)
         shutil.rmtree(other)
-    medians = {what: statistics.median(values) for what, values in seconds.items()}
-    for what, value in medians.items():
-        peak = f"{memory[what] / 2**20:.0f} MiB" if what in memory else ""
-        print(f"| {what} | {value:.1f} s | {min(seconds[what]):.1f} to {max(seconds[what]):.1f} s | {peak} |")
+    medians = print_medians(seconds, memory)
     ours = medians["to hf"]
     print(f"to hf: {ours / medians['cp of hf']:.2f} x cp (goal 1.2)")
     print(f"to torch_dist: {medians['to torch_dist'] / medians['cp of torch_dist']:.2f} x cp (goal 1.3)")

@@ -178,35 +178,44 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     }  # fmt: skip
 
 
-def folder_of(folder: Path, name: str, ranks: int) -> Path:
-    """Return the folder of a case's checkpoint."""
-    return folder / f"{name}_{ranks}".replace(" ", "_")
+def parsed_cases(description: str | None) -> argparse.Namespace:
+    """Return the command line of a benchmark of these cases; `once` is for the process that measures one."""
+    parser = parser_of(description, runs=5)
+    parser.add_argument("--model", nargs="+", choices=["llama", "deepseek"], default=["llama", "deepseek"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--once", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def chosen_cases(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return the cases of a command line, with their numbers of ranks."""
+    return [(name, ranks) for ranks in options.ranks for name in CASES if name.split()[0] in options.model]
+
+
+def made_folder(folder: Path, name: str, ranks: int) -> Path:
+    """Return the folder of a case's checkpoint, which is made if it is not there."""
+    made = folder / f"{name}_{ranks}".replace(" ", "_")
+    if not made.exists():
+        synthetic.make_empty(made, CASES[name](ranks).written, 1 << 36, plans=True)
+    return made
 
 
 def main() -> None:
     """Make the checkpoints, and measure in turn."""
-    parser = parser_of(__doc__, runs=5)
-    parser.add_argument("--model", nargs="+", choices=["llama", "deepseek"], default=["llama", "deepseek"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--once", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed_cases(__doc__)
     if options.once:
         print(json.dumps(plan_once(options.folder, CASES[options.once](options.ranks[0]))))
         return
-    cases = [(name, ranks) for ranks in options.ranks for name in CASES if name.split()[0] in options.model]
-    for name, ranks in cases:
-        folder = folder_of(options.folder, name, ranks)
-        if not folder.exists():
-            synthetic.make_empty(folder, CASES[name](ranks).written, 1 << 36, plans=True)
+    cases = chosen_cases(options)
+    folders = {case: made_folder(options.folder, *case) for case in cases}
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for name, ranks in cases * options.runs:
-        folder = folder_of(options.folder, name, ranks)
-        command = [sys.executable, __file__, str(folder), "--once", name, "--ranks", str(ranks)]
+        command = [sys.executable, __file__, str(folders[name, ranks]), "--once", name, "--ranks", str(ranks)]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
         found.setdefault((name, ranks), []).append(json.loads(result.stdout))
     print(f"goals: {GOAL_SECONDS} s, {GOAL_BYTES >> 20} MiB")
     for (name, ranks), runs in found.items():
-        index = (folder_of(options.folder, name, ranks) / "iter_0001000" / ".metadata").stat().st_size
+        index = (folders[name, ranks] / "iter_0001000" / ".metadata").stat().st_size
         keys = ("first", "seconds", "processor", "seen", "opening")
         first, seconds, busy, seen, opening = (statistics.median(run[key] for run in runs) for key in keys)
         memory, last = max(run["memory"] for run in runs), runs[-1]

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 from pathlib import Path
 
 import torch
-from command_line import parser_of
+from command_line import parser_of, print_medians
 from huggingface import MEASURED, OURS, copy, make, measured
 from safetensors.torch import load_file, save_file
 
@@ -101,10 +100,7 @@ def main() -> None:
         shutil.rmtree(other)
         note("fp8 to bf16 by torch", measured(BY_TORCH, source, other))
         shutil.rmtree(other)
-    medians = {what: statistics.median(values) for what, values in seconds.items()}
-    for what, value in medians.items():
-        peak = f"{memory[what] / 2**20:.0f} MiB" if what in memory else ""
-        print(f"| {what} | {value:.1f} s | {min(seconds[what]):.1f} to {max(seconds[what]):.1f} s | {peak} |")
+    medians = print_medians(seconds, memory)
     ours = medians["fp8 to torch_dist"]
     print(f"fp8 to torch_dist: {ours / medians['cp of torch_dist']:.2f} x cp of what is written")
     print(f"against torch: {medians['fp8 to bf16 by torch'] / ours:.1f} x faster")

@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 
 import planning
-import synthetic
 from command_line import parser_of
 
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
@@ -55,9 +54,7 @@ def main() -> None:
         return
     for model, ranks in [(model, ranks) for model in options.model for ranks in options.ranks]:
         case = CASES[model][0]
-        folder = planning.folder_of(options.folder, case, ranks)
-        if not folder.exists():
-            synthetic.make_empty(folder, planning.CASES[case](ranks).written, 1 << 36, plans=True)
+        folder = planning.made_folder(options.folder, case, ranks)
         command = [sys.executable, __file__, str(folder), "--once", model, "--ranks", str(ranks)]
         outputs = [
             subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(options.runs)
