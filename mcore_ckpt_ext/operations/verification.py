@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -285,9 +284,9 @@ class _Run:
             return
         state: list[bool] = []
         on_all(self._workers.team, lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
-        if checkpoint.optimizer_format and not state[0]:
-            with suppress(ContentError):  # damage, which other checks report
-                self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
+        # Without an account there is damage that keeps the keys from being listed, and that other checks report.
+        if checkpoint.optimizer_format and not state[0] and self.results.account is not None:
+            self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
         self.digests.tensors = check_parameters(
             checkpoint, state[0], failed, confirmed, self._workers, counter.add, content,
             digest_tensors=self._digest_tensors,
