@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
@@ -48,6 +49,11 @@ def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
     if job.decrease_batch_size_if_needed:
         return [one for one in to_come if one.size < step]
     return [one for one in to_come if one.size % step]
+
+
+def ramp_divisor(job: JobArguments) -> int:
+    """Return the largest number that divides every batch size of a job's ramp; 0 without one."""
+    return gcd(*(step.size for step in _steps_of_ramp(job)))
 
 
 def _steps_of_schedule(job: JobArguments) -> Iterator[BatchSize]:

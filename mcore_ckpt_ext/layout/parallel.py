@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
-from mcore_ckpt_ext.job.dimensions import DIMENSIONS, LABELS, MODEL_SIZE_ARGUMENTS, SIZE_ARGUMENTS, in_words
+from mcore_ckpt_ext.job.dimensions import DIMENSIONS, LABELS, MODEL_SIZE_ARGUMENTS, OF_MODEL, SIZE_ARGUMENTS, in_words
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
@@ -88,6 +88,10 @@ class ParallelLayout:
     def sizes(self) -> dict[str, int]:
         """Return the size of each dimension by name; 1 for unknown ones."""
         return {name: size for name, size in asdict(self).items() if name != "unknown"}
+
+    def model_sizes(self) -> dict[str, int]:
+        """Return the size of each dimension that divides the model, by name; 1 for unknown ones."""
+        return {dimension.name: getattr(self, dimension.name) for dimension in OF_MODEL}
 
     def known_sizes(self) -> dict[str, int | None]:
         """Return the size of each dimension by name; None for unknown ones."""

@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import islice
 from math import ceil, gcd, inf, log2, prod
 
+from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.errors import format_bytes
-from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
@@ -26,7 +26,7 @@ from mcore_ckpt_ext.layout_choice.search import (
     Search,
     SearchRequest,
     batch_of,
-    ramp_step,
+    distance,
     search,
     with_batch,
 )
@@ -89,12 +89,13 @@ def own_layout(job: JobArguments, gpus: int, version: Version) -> tuple[Parallel
     choice = Choice(job, empty, layout, None, micro, whole or micro * layout.data, version)
     depending = ("world size", "expert world size", "rank order", "optimizer instances", "batch sizes")
     rules = [rule for rule in RULES if rule[0] in depending]
-    if reason := next((reason for _, reason in violations(choice, rules)), None):
-        may_decrease = bool(job.raw.get("decrease_batch_size_if_needed"))
-        if not (may_decrease and reason.startswith("global batch")):
-            return layout, reason
-    if (step := ramp_step(job)) and step % (micro * layout.data) and not job.raw.get("decrease_batch_size_if_needed"):
-        return layout, f"a step of the batch size's ramp is not a multiple of micro batch x DP = {micro * layout.data}"
+    may_decrease = bool(job.raw.get("decrease_batch_size_if_needed"))
+    reason = next((reason for _, reason in violations(choice, rules)), None)
+    if reason is not None and not (may_decrease and reason.startswith("global batch")):
+        return layout, reason
+    share = micro * layout.data
+    if ramp_divisor(job) % share and not may_decrease:
+        return layout, f"a step of the batch size's ramp is not a multiple of micro batch x DP = {share}"
     return layout, None
 
 
@@ -164,7 +165,7 @@ def elastic_key(
         usual: bytes that a GPU needs under the old layout.
     """
     layout = one.choice.layout
-    keeps_sizes = _keeps_sizes(layout, old)
+    keeps_sizes = layout.model_sizes() == old.model_sizes()
     idle = 1 - layout.world / request.gpus if keeps_sizes else idle_share(one, request.gpus)
     return (
         _crosses_nodes(layout, old, request.gpus_per_node),
@@ -191,10 +192,6 @@ def changes_batch(one: FoundLayout) -> bool:
     """Return whether a layout changes the global batch of the job."""
     whole = batch_of(one.choice.job)[1]
     return whole is not None and one.choice.global_batch != whole
-
-
-def _keeps_sizes(layout: ParallelLayout, old: ParallelLayout) -> bool:
-    return all(getattr(layout, name) == getattr(old, name) for name in PINS.values())
 
 
 def _crosses_nodes(layout: ParallelLayout, old: ParallelLayout, node: int) -> bool:
@@ -231,9 +228,12 @@ class _Scales:
     def weighed(self, layout: ParallelLayout) -> Search:
         """Search with all sizes fixed."""
         request = self.request
-        pins = {name: getattr(layout, name) for name in PINS.values()}
         fixed = SearchRequest(
-            layout.world, request.gpus_per_node, request.version, recomputation=request.recomputation, pins=pins
+            layout.world,
+            request.gpus_per_node,
+            request.version,
+            recomputation=request.recomputation,
+            pins=layout.model_sizes(),
         )
         return search(self.job, self.table, self.old, fixed, self.buffers)
 
@@ -313,7 +313,7 @@ def _data_sizes(job: JobArguments, request: ElasticRequest, most: int) -> Sequen
     whole = batch_of(job)[1]
     if whole is None:
         return [most]
-    step = gcd(whole, ramp_step(job))
+    step = gcd(whole, ramp_divisor(job))
     sizes = list(islice((size for size in range(most, 0, -1) if step % size == 0), _MOST_DATA_SIZES))
     return sizes if not request.may_change_batch or most in sizes else [most, *sizes]
 
@@ -338,12 +338,11 @@ def _ranked(
     batches = max(share // next((size for size in range(min(micro, share), 0, -1) if share % size == 0), 1), 1)
     work = layout.virtual_pipeline * batches
     balance = layers / (layout.pipeline * -(-layers // layout.pipeline))
-    keeps_sizes = _keeps_sizes(layout, old)
+    keeps_sizes = layout.model_sizes() == old.model_sizes()
     used = 1.0 if keeps_sizes else balance * work / (work + layout.pipeline - 1)
     idle = 1 - layout.world / request.gpus * used
-    nearness = sum(abs(log2(getattr(layout, name) / getattr(old, name))) for name in PINS.values())
     key = (
         _crosses_nodes(layout, old, request.gpus_per_node), int(idle / _IDLE_STEP), not keeps_sizes,
-        nearness, idle,
+        distance(layout, old), idle,
     )  # fmt: skip
     return key, layout

@@ -9,8 +9,8 @@ from functools import cache
 from itertools import product
 from math import gcd, isqrt, log2, prod
 
+from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.continuity.mathematics import Difference, differences, is_same_training, sizes_of
-from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
@@ -150,7 +150,7 @@ def search(
         broken = next(violations(choice, rules), None)
         if broken is not None:
             rule, reason = broken
-            result.exclude(rule, _distance(choice.layout, old), choice.layout, reason)
+            result.exclude(rule, distance(choice.layout, old), choice.layout, reason)
         return broken is not None
 
     def choice_of(layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
@@ -227,7 +227,7 @@ def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tupl
         one.changes,
         int(one.bubble / _BUBBLE_STEP),
         crosses,
-        _distance(layout, old),
+        distance(layout, old),
         one.memory.total,
     )
 
@@ -246,9 +246,10 @@ def _changes(choice: Choice, old: ParallelLayout) -> int:
     return 1 + (choice.layout.context != old.context) + (2 if is_described else bool(new))
 
 
-def _distance(layout: ParallelLayout, old: ParallelLayout) -> float:
+def distance(layout: ParallelLayout, old: ParallelLayout) -> float:
     """Return the distance between two layouts: the number of doublings, summed over all dimensions."""
-    return sum(abs(log2(getattr(layout, name) / getattr(old, name))) for name in PINS.values())
+    before = old.model_sizes()
+    return sum(abs(log2(size / before[name])) for name, size in layout.model_sizes().items())
 
 
 class _Sizes:
@@ -306,26 +307,13 @@ class _Sizes:
         return [self._pins[name]] if name in self._pins else otherwise
 
     def _distance(self, layout: ParallelLayout) -> float:
-        return _distance(layout, self._old)
+        return distance(layout, self._old)
 
 
 def batch_of(job: JobArguments) -> tuple[int, int | None]:
     """Return the micro batch, 1 if unknown, and the global batch of a job, None if unknown."""
     micro = job.raw.get("micro_batch_size")
     return micro if isinstance(micro, int) and micro > 0 else 1, job.global_batch_size
-
-
-def ramp_step(job: JobArguments) -> int:
-    """Return the largest number that divides every batch size of a ramp; 0 without a ramp.
-
-    Every step must be a multiple of micro batch x DP (`RampupBatchsizeNumMicroBatchesCalculator.update`,
-    megatron/core/num_microbatches_calculator.py, core_v0.7.0 to 0.19.2).
-    """
-    ramp: object = job.rampup_batch_size
-    if not isinstance(ramp, (list, tuple)) or len(ramp) < 2:
-        return 0
-    start, increment = (int(value) for value in ramp[:2])
-    return gcd(start, increment)
 
 
 def with_batch(choice: Choice) -> Choice:
@@ -338,7 +326,7 @@ def with_batch(choice: Choice) -> Choice:
     data = choice.layout.data
     if whole is None:  # as many micro batches as the pipeline has stages
         return replace(choice, micro_batch=micro, global_batch=micro * data * max(choice.microbatch_group, 1))
-    steps = gcd(whole, ramp_step(choice.job))
+    steps = gcd(whole, ramp_divisor(choice.job))
     fitting = next((size for size in range(micro, 0, -1) if steps % (size * data) == 0), None)
     if fitting is not None:
         kept = replace(choice, micro_batch=fitting, global_batch=whole)

@@ -177,7 +177,7 @@ def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict
     stated = with_virtual_stages({**checkpoint.arguments.raw, **arguments})
     saved = checkpoint.layout
     own = ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
-    if any(getattr(saved, name) != getattr(own, name) for name in PINS.values()):
+    if saved.model_sizes() != own.model_sizes():
         stated |= {"data_parallel_size": None, "world_size": None}
     return stated
 
@@ -233,7 +233,7 @@ def _chosen(
 def _described(one: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
     choice = one.choice
     layout = one.choice.layout
-    keeps = all(getattr(layout, name) == getattr(old, name) for name in PINS.values())
+    keeps = layout.model_sizes() == old.model_sizes()
     micro, whole = batch_of(job)
     return ChosenLayout(
         gpus=layout.world,

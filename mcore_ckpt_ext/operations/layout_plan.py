@@ -276,8 +276,7 @@ def _as_before(
     job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
 ) -> tuple[SearchRequest, str]:
     """Set the memory to the need of the old layout, as its job has run."""
-    pins = {name: getattr(old, name) for name in PINS.values()}
-    before = search(job, table, old, replace(request, gpus=old.world, pins=pins), buffers).found
+    before = search(job, table, old, replace(request, gpus=old.world, pins=old.model_sizes()), buffers).found
     if not before or old.unknown:
         return request, _NO_MEMORY
     return replace(request, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"

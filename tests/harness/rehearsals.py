@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.job.assignments import parse_assignments
-from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
@@ -20,7 +19,7 @@ from tests.harness.layouts import Layout
 def rehearsal_of(run: Path, arguments: Mapping[str, Any], **options: Any) -> Rehearsal:
     """Rehearse the load of a real job, which had these arguments."""
     layout = ParallelLayout.from_arguments(JobArguments.of(arguments))
-    sizes = {name: getattr(layout, name) for name in PINS.values()}
+    sizes = layout.model_sizes()
     return rehearse(run, layout.world, sizes, changes=arguments, any_change=True, **options)
 
 
