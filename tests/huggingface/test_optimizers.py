@@ -58,7 +58,10 @@ def _add_optimizer(model: Path, folder: Path, *, has_experts: bool) -> None:
     groups = [_group(decay, of_experts) for of_experts in (False, True)[: 1 + has_experts] for decay in (0.01, 0.0)]
     common = json.loads((folder / "common.json").read_text())
     common["common"]["args"]["$namespace"]["use_distributed_optimizer"] = True
-    common["common"]["opt_param_scheduler"] = {"num_steps": 32, "max_lr": 1e-3, "min_lr": 1e-4}
+    common["common"]["opt_param_scheduler"] = {
+        "num_steps": 32, "max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 0, "lr_decay_steps": 320,
+        "lr_decay_style": "linear",
+    }  # fmt: skip
     common["source"]["released"] = False
     # Version 1 has no checksums.
     _update(folder / "common.json", **{**common, "version": 1, "iteration": 4, "param_groups": groups})

@@ -34,10 +34,10 @@ _SECTIONS = {
     section: {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == section}
     for section in dict.fromkeys(field.section for *_, field in BRIDGE_FIELDS if field.section != "model")
 }
-# Fields with the negated value of an argument.
 # Fields of Gemma's providers that are read under other names.
 _GEMMA2_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 _GEMMA3_FIELDS = ("interleaved_attn_pattern",)
+# Fields with the negated value of an argument.
 _TURNED = {"save_optim": "no_save_optim", "save_rng": "no_save_rng"}
 
 
@@ -106,8 +106,8 @@ def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether GELU is approximated, as in the providers unless the file has another function."""
-    return {"bias_gelu_fusion": model.get("bias_gelu_fusion", True)}
+    """Return the activation: approximated GELU, as in the providers, unless the file has another function."""
+    return {"swiglu": model.get("swiglu", False), "bias_gelu_fusion": model.get("bias_gelu_fusion", True)}
 
 
 def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,11 @@ def test_neutral_values_are_left_to_the_class() -> None:
 ], ids=lambda fields: next(reversed(fields)))  # fmt: skip
 def test_fields_that_are_read_are_no_unknown_arguments(fields: dict[str, Any]) -> None:
     """They are read under other names; the same fields of another provider are still reported."""
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "rotary_base": 10000}
+    sizes = {
+        "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "rotary_base": 10000,
+        "position_embedding_type": "rope", "gated_linear_unit": False,
+        "activation_func": {"_target_": "torch.nn.functional.gelu", "_call_": False},
+    }  # fmt: skip
     assert unknown(complete(job_arguments({"model": {**sizes, **fields}}, "test"))) == []
     of_another = {**sizes, "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider"}
     (line,) = unknown(complete(job_arguments({"model": {**of_another, "attn_logit_softcapping": 50.0}}, "test")))
