@@ -106,7 +106,7 @@ def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the activation: approximated GELU, as in the providers, unless the file has another function."""
+    """Return the activation: approximated GELU unless the file has another function."""
     return {"swiglu": model.get("swiglu", False), "bias_gelu_fusion": model.get("bias_gelu_fusion", True)}
 
 
