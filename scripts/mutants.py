@@ -77,25 +77,36 @@ def changes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
             continue
         for node in _reached(statement):
             changed: ast.AST = copy.deepcopy(node)
-            if isinstance(changed, ast.Compare) and len(changed.ops) == 1 and type(changed.ops[0]) in _COMPARISONS:
-                changed.ops = [_COMPARISONS[type(changed.ops[0])]()]
-            elif isinstance(changed, ast.BoolOp):
-                changed.op = ast.Or() if isinstance(changed.op, ast.And) else ast.And()
-            elif isinstance(changed, ast.BinOp) and type(changed.op) in _ARITHMETIC and not _text(changed):
-                changed.op = _ARITHMETIC[type(changed.op)]()
-            elif isinstance(changed, (ast.If, ast.While, ast.IfExp)):
-                changed.test = ast.UnaryOp(ast.Not(), changed.test)
-            elif isinstance(changed, ast.Constant) and type(changed.value) is bool:
-                changed.value = not changed.value
-            elif isinstance(changed, ast.Constant) and type(changed.value) is int:
-                changed.value += 1
-            elif isinstance(changed, ast.Return) and not _nothing(changed.value):
-                changed.value = ast.Constant(None)
-            elif isinstance(changed, ast.Expr) and isinstance(changed.value, ast.Call):
-                changed = ast.Pass()
-            else:
-                continue
-            yield node, changed
+            if isinstance(changed, ast.Expr) and isinstance(changed.value, ast.Call):
+                yield node, ast.Pass()
+            elif _is_changed(changed):
+                yield node, changed
+
+
+def _is_changed(node: ast.AST) -> bool:
+    """Change an expression or statement in place; return whether there is a change for its kind."""
+    if isinstance(node, ast.Return) and not _nothing(node.value):
+        node.value = ast.Constant(None)
+    elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        node.test = ast.UnaryOp(ast.Not(), node.test)
+    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+        node.value = not node.value if type(node.value) is bool else node.value + 1
+    else:
+        return _has_changed_operator(node)
+    return True
+
+
+def _has_changed_operator(node: ast.AST) -> bool:
+    """Exchange an operator in place; return whether there is another one."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+        node.ops = [_COMPARISONS[type(node.ops[0])]()]
+    elif isinstance(node, ast.BoolOp):
+        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+    elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and not _text(node):
+        node.op = _ARITHMETIC[type(node.op)]()
+    else:
+        return False
+    return True
 
 
 def _reached(node: ast.AST) -> Iterator[ast.AST]:

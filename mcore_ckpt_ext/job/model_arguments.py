@@ -90,18 +90,7 @@ def complete(job: JobArguments) -> ModelArguments:
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
         if (value := getattr(job, old)) is not None:
             known.setdefault(new, value)
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not known.get(name):
-            raise _unknown(name, job)
-    hidden = known["hidden_size"]
-    heads = known["num_attention_heads"]
-    if not job.group_query_attention:
-        known["num_query_groups"] = heads
-    elif not known.get("num_query_groups"):
-        raise _unknown("num_query_groups", job)
-    known["kv_channels"] = known.get("kv_channels") or hidden // heads
-    known["ffn_hidden_size"] = known.get("ffn_hidden_size") or 4 * hidden
-    known["moe_ffn_hidden_size"] = known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]
+    _complete_sizes(known, job)
     if known.get("add_bias_linear") is False:  # as `validate_args` (arguments.py, core_v0.7.0 to 0.19.2)
         known.setdefault("bias_gelu_fusion", False)
     if job.use_rotary_position_embeddings:
@@ -111,6 +100,24 @@ def complete(job: JobArguments) -> ModelArguments:
         if known.get("gated_linear_unit") and any(known.get(name) for name in _GATED):
             known["gated_linear_unit"] = False  # their flags imply the gate (`core_transformer_config_from_args`)
     return ModelArguments(job=job, values={**_DEFAULTS, **known})
+
+
+def _complete_sizes(values: dict[str, Any], job: JobArguments) -> None:
+    """Set the sizes that follow from others, in place.
+
+    Raises:
+        UnsupportedCheckpointError: a size is unknown.
+    """
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not values.get(name):
+            raise _unknown(name, job)
+    if not job.group_query_attention:
+        values["num_query_groups"] = values["num_attention_heads"]
+    elif not values.get("num_query_groups"):
+        raise _unknown("num_query_groups", job)
+    values["kv_channels"] = values.get("kv_channels") or values["hidden_size"] // values["num_attention_heads"]
+    values["ffn_hidden_size"] = values.get("ffn_hidden_size") or 4 * values["hidden_size"]
+    values["moe_ffn_hidden_size"] = values.get("moe_ffn_hidden_size") or values["ffn_hidden_size"]
 
 
 def _check_stated(job: JobArguments, known: Mapping[str, Any]) -> None:

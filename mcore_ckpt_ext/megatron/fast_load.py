@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.collectives import Failure, agreed, agreed_here, rank_and_size
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
@@ -71,7 +71,7 @@ def reading_fast(
 
         started, here = time.monotonic(), session.for_folder(Path(str(checkpoint_dir)))
         checked = opened if here is session else None
-        answer, nbytes = _load(sharded_state_dict, here, checked, index, stock, read_once=read_once)
+        answer, nbytes = _FastLoad(sharded_state_dict, here, checked, stock).run(index, read_once=read_once)
         if nbytes:
             log_lines.append(f"{nbytes / 1e6:,.1f} MB of tensors read in {time.monotonic() - started:.1f} s")
         return answer
@@ -84,92 +84,114 @@ def reading_fast(
             strategy.load = original
 
 
-def _load(
-    request: Any,
-    session: LoadSession,
-    opened: Checkpoint | None,
-    index: TorchIndex,
-    stock: Callable[[Any], Any],
-    *,
-    read_once: bool,
-) -> tuple[Any, int]:
-    """Load a sharded state dict, with the tensors read by this package if it supports the request.
+class _Plan(NamedTuple):
+    """How a rank would serve its requests.
 
-    Args:
-        request: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
-        session: the load of the iteration folder.
-        opened: its checkpoint, if it has been opened and verified with further evidence.
-        index: what torch reads as the index.
-        stock: Megatron's own loader.
-        read_once: one rank reads data that several ranks need and sends them to the others.
-
-    Returns:
-        The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.
+    Attributes:
+        refusal: why Megatron's own loader has to serve them; None if this package can.
+        objects: the number of pickled objects to read.
+        missing: the number of requested extra states that the checkpoint lacks.
     """
-    requested = _Requests.of(request)
-    planned: list[ShardedLoad] = []
-    checkpoints: list[TorchDistCheckpoint] = []
-    empty: list[Any] = []
 
-    def prepare(checkpoint: TorchDistCheckpoint) -> str | None:
-        tensors = [with_stored_key(entry, checkpoint) for entry in requested.tensors]
+    refusal: str | None
+    objects: int
+    missing: int
+
+
+class _FastLoad:
+    """A load of a sharded state dict, with the tensors read by this package if it supports all requests."""
+
+    _checkpoint: TorchDistCheckpoint  # set by `_plan`, like `_tensors`, if it does not refuse
+    _tensors: ShardedLoad
+
+    def __init__(
+        self, request: Any, session: LoadSession, opened: Checkpoint | None, stock: Callable[[Any], Any]
+    ) -> None:
+        """Begin a load.
+
+        Args:
+            request: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
+            session: the load of the iteration folder.
+            opened: its checkpoint, if it has been opened and verified with further evidence.
+            stock: Megatron's own loader.
+        """
+        self._request = request
+        self._requests = _Requests.of(request)
+        self._session = session
+        self._opened = opened
+        self._stock = stock
+        self._missing: list[Any] = []
+
+    def run(self, index: TorchIndex, *, read_once: bool) -> tuple[Any, int]:
+        """Load it.
+
+        Args:
+            index: what torch reads as the index.
+            read_once: one rank reads data that several ranks need and sends them to the others.
+
+        Returns:
+            The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.
+        """
+        plans = agreed("planning the load", self._plan, _UNTOUCHED)
+        for rank, plan in enumerate(plans):
+            if plan.refusal is not None:
+                announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {plan.refusal})")
+                return self._stock(self._request), 0
+        self._announce_missing(sum(plan.missing for plan in plans))
+        some = any(plan.objects for plan in plans)
+        # Objects first: if one of them is damaged, nothing has been written yet.
+        read_objects = functools.partial(self._read_objects, index, some=some)
+        values = agreed_here("reading the pickled objects", read_objects, _UNTOUCHED)
+        if read_once:
+            self._tensors.share(agreed("planning what is read once", self._tensors.wanted_bytes, _UNTOUCHED))
+        tensors: list[Any] = []
+
+        def read() -> int:
+            tensors.extend(self._tensors.read())
+            return self._tensors.bytes_read
+
+        nbytes = sum(agreed("reading the model", read, "it is partly written: do not train on, start again"))
+        values |= zip(map(id, self._requests.tensors), tensors, strict=True)
+        return _answer(self._request, values), nbytes
+
+    def _plan(self) -> _Plan:
+        checkpoint, refusal = _opened(self._session, self._opened)
+        refusal = refusal or self._requests.unknown
+        if checkpoint is not None and refusal is None:
+            refusal = self._refusal_of(checkpoint)
+        return _Plan(refusal, len(self._requests.objects) - len(self._missing), len(self._missing))
+
+    def _refusal_of(self, checkpoint: TorchDistCheckpoint) -> str | None:
+        """Plan the reads of this rank, or return why this package does not support them."""
+        tensors = [with_stored_key(entry, checkpoint) for entry in self._requests.tensors]
         if reason := unsupported_reason(tensors, checkpoint):
             return reason
         try:
-            planned.append(ShardedLoad(tensors, checkpoint))
-            checkpoints.append(checkpoint)
+            self._tensors = ShardedLoad(tensors, checkpoint)
         except UnsupportedCheckpointError as error:
             return str(error)
-        empty.extend(missing_extra_states(requested.objects, checkpoint))
-        if VERIFY_ALL.value and checkpoint.view is not opened:  # an open checkpoint is verified already
+        self._checkpoint = checkpoint
+        self._missing = missing_extra_states(self._requests.objects, checkpoint)
+        if VERIFY_ALL.value and checkpoint.view is not self._opened:  # an open checkpoint is verified already
             verify_checksums(checkpoint.view, *rank_and_size())
-        return "some of it is stored quantized" if planned[0].is_quantized else None
+        return "some of it is stored quantized" if self._tensors.is_quantized else None
 
-    def plan() -> tuple[str | None, bool, int]:
-        checkpoint, reason = _opened(session, opened)
-        reason = reason or requested.unknown
-        if checkpoint is not None and reason is None:
-            reason = prepare(checkpoint)
-        return reason, len(requested.objects) > len(empty), len(empty)
+    def _announce_missing(self, number: int) -> None:
+        if number:
+            were_dropped = bool(self._checkpoint.arguments.raw.get("ckpt_drop_redundant_extra_state"))
+            announce(missing_extra_states_message(number, were_dropped=were_dropped))
 
-    plans = agreed("planning the load", plan, _UNTOUCHED)
-    for rank, (reason, *_) in enumerate(plans):
-        if reason is not None:
-            announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {reason})")
-            return stock(request), 0
-
-    if missing := sum(number for *_, number in plans):
-        settings = checkpoints[0].arguments.raw
-        announce(
-            missing_extra_states_message(missing, were_dropped=bool(settings.get("ckpt_drop_redundant_extra_state")))
-        )
-
-    absent = set(map(id, empty))
-    stored = [entry for entry in requested.objects if id(entry) not in absent]
-
-    def read_objects() -> dict[int, Any]:
+    def _read_objects(self, index: TorchIndex, *, some: bool) -> dict[int, Any]:
+        """Return the pickled objects by the `id` of their requests, None for missing ones; `some` is for all ranks."""
+        missing = set(map(id, self._missing))
+        stored = [entry for entry in self._requests.objects if id(entry) not in missing]
         try:
             with index.objects_only():  # a collective up to 0.16: all ranks call it, or none
-                objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
+                objects = self._stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
         except (Exception, Failure):
-            check_objects(stored, checkpoints[0])
+            check_objects(stored, self._checkpoint)
             raise
-        return {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
-
-    some = any(has_objects for _, has_objects, _ in plans)
-    # Objects first: if one of them is damaged, nothing has been written yet.
-    values = agreed_here("reading the pickled objects", read_objects, _UNTOUCHED) | dict.fromkeys(absent)
-    if read_once:
-        planned[0].share(agreed("planning what is read once", planned[0].wanted_bytes, _UNTOUCHED))
-    consequence = "it is partly written: do not train on, start again"
-    tensors: list[Any] = []
-
-    def read() -> int:
-        tensors.extend(planned[0].read())
-        return planned[0].bytes_read
-
-    nbytes = sum(agreed("reading the model", read, consequence))
-    return _answer(request, values | dict(zip(map(id, requested.tensors), tensors, strict=True))), nbytes
+        return dict.fromkeys(missing) | {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
 
 
 def _opened(session: LoadSession, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:

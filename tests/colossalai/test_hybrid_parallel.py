@@ -124,6 +124,14 @@ def _scaler(optimizer: Any) -> Any:
     return (getattr(optimizer, "mixed_precision", None) or optimizer.mixed_precision_mixin).grad_scaler
 
 
+def _assert_same_states(there: dict[str, Any], states: dict[str, Any]) -> None:
+    assert sorted(there) == sorted(states)
+    for key, state in states.items():
+        assert sorted(there[key]) == sorted(state)
+        for name in state:
+            assert same_bits({"": torch.as_tensor(there[key][name])}, {"": torch.as_tensor(state[name])}), name
+
+
 def test_the_same_state_under_all_layouts(tmp_path: Path) -> None:
     def begin() -> None:
         strict.install(plugins=PLUGIN)
@@ -158,12 +166,7 @@ def test_the_same_state_under_all_layouts(tmp_path: Path) -> None:
     model, states = _model(tmp_path / "1"), _states(tmp_path / "1")
     assert states["0"]["exp_avg_padding"].eq(0.25).all()
     for number in (2, 3, 4, 5):
-        there = _states(tmp_path / str(number))
-        assert sorted(there) == sorted(states)
-        for key, state in states.items():
-            assert sorted(there[key]) == sorted(state)
-            for name in state:
-                assert same_bits({"": torch.as_tensor(there[key][name])}, {"": torch.as_tensor(state[name])}), name
+        _assert_same_states(_states(tmp_path / str(number)), states)
         here = _model(tmp_path / str(number))
         assert sorted(here) == sorted(model)
         assert all(same_bits({"": here[name]}, {"": model[name]}) for name in model)

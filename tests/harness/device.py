@@ -140,17 +140,16 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if func in _REFUSED:
         raise DeviceMemoryError(f"{func} reads memory of the device from the CPU")
-    if func is _T.data_ptr:
-        return Address(args[0]._hidden.data_ptr())
-    if func is _T.untyped_storage:
-        return Storage(args[0]._hidden.untyped_storage())
-    if func == _SET_DATA:
-        return _moved_to(*args)
-    if func is torch._has_compatible_shallow_copy_type:
-        return True
+    if func in _AT_ONCE:
+        return _AT_ONCE[func](*args)
     if func is _T.expand_as and args[0].requires_grad and args[0] is args[1]:
         return without_gradients(args[0])
     STREAM.flush()
+    return _called_in_order(func, args, kwargs)
+
+
+def _called_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function that sees all that was done before it."""
     if func is _T.copy_:
         return _copied(*args, **kwargs)
     if func in _MOVING or (func is _T.type and (len(args) > 1 or kwargs)):
@@ -208,6 +207,15 @@ def _moved_to(tensor: torch.Tensor, values: torch.Tensor) -> None:
     there = DeviceTensor(_on_device(values)._hidden.detach().requires_grad_(tensor.requires_grad))
     there.__dict__.update({**tensor.__dict__, "_is_param": isinstance(tensor, torch.nn.Parameter)})
     torch.utils.swap_tensors(tensor, there)  # type: ignore[no-untyped-call]
+
+
+# What does not wait for the device.
+_AT_ONCE: dict[Any, Callable[..., Any]] = {
+    _T.data_ptr: lambda tensor: Address(tensor._hidden.data_ptr()),
+    _T.untyped_storage: lambda tensor: Storage(tensor._hidden.untyped_storage()),
+    _SET_DATA: _moved_to,
+    torch._has_compatible_shallow_copy_type: lambda *tensors: True,
+}
 
 
 def _on_device(tensor: torch.Tensor) -> DeviceTensor:

@@ -45,37 +45,9 @@ def install() -> None:
             print(f"save {len(saves)} begins with {results.qsize()} results of another", flush=True)
         trouble = TROUBLE.get(len(saves), {"ranks": [], "what": ""})
         what = trouble["what"] if RANK in trouble["ranks"] else ""
-        if what.startswith("hold"):
-            marker = Path(get_args().save).parent / f"released-{RANK}"
-            steps_until_release[marker], what = int(what.split()[1]), f"wait {marker}"
-        if what.startswith(_IN_WRITER):
-            name = "preload_fn" if trouble.get("preload") else "async_fn"
-            request = request._replace(**{name: functools.partial(troubled, getattr(request, name), what)})
-        if what == "full":
-            (newest_folder() / f"__{RANK}_0.distcp").symlink_to("/dev/full")
-        if what.startswith("kill"):
-            kill_later(*what.split()[1:])
-        result = original(request)
-        if what == "vanish":
-            # In one step, because writers may be opening files in it.
-            newest_folder().rename(Path(get_args().save).parent / "vanished")
-        if what in ("bar", "clear"):
-            partial = Path(get_args().save) / "latest_checkpointed_iteration.txt.partial"
-            partial.mkdir() if what == "bar" else partial.rmdir()
-        if what == "end":
-            kill_at_the_end()
-        if what in ("idle", "lose", "mute"):
-            caller = async_utils._async_calls_queue.async_calls[-1].async_caller
-            (caller.queue if hasattr(caller, "queue") else caller._persistent_queue).join()
-        while what in ("idle", "mute") and PersistentAsyncCaller._persistent_comp_q.empty():
-            time.sleep(0.01)  # it has written, but must have reported it, too
-        if what == "mute":
-            filesystem_async._results_queue._manager._process.kill()
-        if what == "lose":
-            (newest_folder() / f"__{RANK}_0.distcp").unlink()
-        if what == "idle":
-            PersistentAsyncCaller._persistent_process.kill()
-            PersistentAsyncCaller._persistent_process.join()
+        result = original(prepared(request, what, with_preload=bool(trouble.get("preload"))))
+        disturb_folder(what)
+        disturb_writer(what)
         while trouble.get("finish") and not async_utils.is_empty_async_queue():
             async_utils.maybe_finalize_async_save(blocking=False)
         if trouble.get("settle"):
@@ -92,6 +64,49 @@ def install() -> None:
         return result
 
     checkpointing.schedule_async_save, training.train_step = schedule, train_step
+
+
+def prepared(request: Any, what: str, *, with_preload: bool) -> Any:
+    """Arrange what happens before or while the writer writes; return the request to schedule."""
+    if what == "full":
+        (newest_folder() / f"__{RANK}_0.distcp").symlink_to("/dev/full")
+    if what.startswith("kill"):
+        kill_later(*what.split()[1:])
+    if what.startswith("hold"):
+        marker = Path(get_args().save).parent / f"released-{RANK}"
+        steps_until_release[marker], what = int(what.split()[1]), f"wait {marker}"
+    if what.startswith(_IN_WRITER):
+        name = "preload_fn" if with_preload else "async_fn"
+        return request._replace(**{name: functools.partial(troubled, getattr(request, name), what)})
+    return request
+
+
+def disturb_folder(what: str) -> None:
+    """Change the files of a run once the writer has its order."""
+    if what == "vanish":
+        # In one step, because writers may be opening files in it.
+        newest_folder().rename(Path(get_args().save).parent / "vanished")
+    if what in ("bar", "clear"):
+        partial = Path(get_args().save) / "latest_checkpointed_iteration.txt.partial"
+        partial.mkdir() if what == "bar" else partial.rmdir()
+
+
+def disturb_writer(what: str) -> None:
+    """Kill the writer, now or later, or lose what it has written."""
+    if what == "end":
+        kill_at_the_end()
+    if what in ("idle", "lose", "mute"):
+        caller = async_utils._async_calls_queue.async_calls[-1].async_caller
+        (caller.queue if hasattr(caller, "queue") else caller._persistent_queue).join()
+    while what in ("idle", "mute") and PersistentAsyncCaller._persistent_comp_q.empty():
+        time.sleep(0.01)  # it has written, but must have reported it, too
+    if what == "mute":
+        filesystem_async._results_queue._manager._process.kill()
+    if what == "lose":
+        (newest_folder() / f"__{RANK}_0.distcp").unlink()
+    if what == "idle":
+        PersistentAsyncCaller._persistent_process.kill()
+        PersistentAsyncCaller._persistent_process.join()
 
 
 def newest_folder() -> Path:
