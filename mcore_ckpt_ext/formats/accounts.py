@@ -101,9 +101,9 @@ def together(accounts: Iterable[Account]) -> Account:
     """Return the account of several checkpoints that are one source."""
     listed = list(accounts)
     return Account(
-        sum(one.compared for one in listed),
-        sum(one.by_form for one in listed),
-        tuple(joined(item for one in listed for item in one.not_looked_at)),
+        sum(account.compared for account in listed),
+        sum(account.by_form for account in listed),
+        tuple(joined(item for account in listed for item in account.not_looked_at)),
     )
 
 

@@ -50,17 +50,17 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
     Raises:
         UnsupportedCheckpointError: the checkpoint contains such adapters.
     """
-    own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
-    if own and not target.holds_adapters:
+    adapter_names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
+    if adapter_names and not target.holds_adapters:
         raise UnsupportedCheckpointError(
             f"adapters are not written as {target.name}",
             where=str(checkpoint.folder),
             hint="--to torch_dist for the loop that wrote them, --to hf for peft",
         )
-    if target.for_bridge and any(map(is_swift_name, own)):
+    if target.for_bridge and any(map(is_swift_name, adapter_names)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge",
-            found=join_some(own, 2),
+            found=join_some(adapter_names, 2),
             where=str(checkpoint.folder),
             hint="convert in two steps: first with --to hf, then the PEFT folder with --to torch_dist --for bridge",
         )
@@ -85,8 +85,8 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: M
     from mcore_ckpt_ext.families.recognition import family_of_megatron
 
     where = str(checkpoint.folder)
-    known = checkpoint.arguments
-    model = complete(known.replace(source=where, **passed) if passed else known)
+    arguments = checkpoint.arguments
+    model = complete(arguments.replace(source=where, **passed) if passed else arguments)
     # No adapter depends on the vocabulary size.
     model = model.replace(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
     others = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
@@ -101,7 +101,7 @@ def adapters_in(checkpoint: CheckpointView, fit: Fit) -> Adapters:
     """
     from mcore_ckpt_ext.families.adapters import adapters_of
 
-    own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
-    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in own}
+    adapter_names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
+    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in adapter_names}
     ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor
     return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks, by_rank=checkpoint.adapters_by_rank)

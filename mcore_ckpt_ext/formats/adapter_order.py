@@ -31,12 +31,12 @@ def loop_of(names: Sequence[str]) -> str:
 
 def about_order(checkpoint: CheckpointView) -> list[str]:
     """Warn that a converted checkpoint can be resumed under one tensor parallel size only."""
-    found = ordered_by_size(checkpoint)
-    if not found:
+    adapters = ordered_by_size(checkpoint)
+    if not adapters:
         return []
     return [
-        f"resume under TP{checkpoint.layout.tensor} only: {loop_of(found)} reads the rows of some adapters wrongly "
-        f"under another tensor parallel size: {join_some(found, 1)}"
+        f"resume under TP{checkpoint.layout.tensor} only: {loop_of(adapters)} reads the rows of some adapters wrongly "
+        f"under another tensor parallel size: {join_some(adapters, 1)}"
     ]
 
 

@@ -44,11 +44,16 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
             where=str(checkpoint.folder),
             hint="leave the option out",
         )
-    found = alpha if stored is None else stored
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not isfinite(found) or found == 0:
+    effective_alpha = alpha if stored is None else stored
+    if (
+        isinstance(effective_alpha, bool)
+        or not isinstance(effective_alpha, (int, float))
+        or not isfinite(effective_alpha)
+        or effective_alpha == 0
+    ):
         raise UnsupportedCheckpointError(
             "the alpha of the adapters is missing or invalid",
-            found="no alpha in the checkpoint" if found is None else f"alpha: {found!r}",
+            found="no alpha in the checkpoint" if effective_alpha is None else f"alpha: {effective_alpha!r}",
             expected="a number, not 0",
             where=str(checkpoint.folder),
             hint=f"set lora_alpha in {ADAPTER}"
@@ -56,4 +61,6 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
             else "pass the one used in training: --to hf --lora-alpha N",
         )
     dropout = settings.get("dropout", args.get("lora_dropout"))
-    return Scaling(found, bool(args.get("use_rslora")), float(dropout) if isinstance(dropout, (int, float)) else 0.0)
+    return Scaling(
+        effective_alpha, bool(args.get("use_rslora")), float(dropout) if isinstance(dropout, (int, float)) else 0.0
+    )

@@ -67,11 +67,11 @@ def auxiliary_files(folder: Path, below: str = "") -> dict[str, bytes]:
         folder: a checkpoint, a model or a tokenizer; it need not exist.
         below: the subfolder that contains the files.
     """
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for name in _companion_names(folder, below):
         with contextlib.suppress(OSError):
-            found[name] = read_file(folder, _joined(below, name))
-    return found
+            files[name] = read_file(folder, _joined(below, name))
+    return files
 
 
 def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
@@ -85,8 +85,8 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
     """
     if path is None:
         return {}
-    found = auxiliary_files(as_path(path))
-    if not found:
+    files = auxiliary_files(as_path(path))
+    if not files:
         refused = "; ".join(f"{name}: {why}" for name, why in refused_auxiliary_files(as_path(path)).items())
         there = is_remote(as_path(path)) or as_path(path).is_dir()
         raise UnreadableCheckpointError(
@@ -96,7 +96,7 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
             where=str(path),
             hint="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
         )
-    return found
+    return files
 
 
 def _companion_names(folder: Path, below: str) -> list[str]:
@@ -110,13 +110,13 @@ def _companion_names(folder: Path, below: str) -> list[str]:
 
 def refused_auxiliary_files(folder: Path, below: str = "") -> dict[str, str]:
     """Return the small files that exist but cannot be copied, with the reason."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in _companion_names(folder, below):
         if not is_remote(folder) and not os.path.lexists(folder / below / name):
             continue
         if reason := _why_unreadable(folder, _joined(below, name)):
-            found[name] = reason
-    return found
+            reasons[name] = reason
+    return reasons
 
 
 def _why_unreadable(folder: Path, name: str) -> str | None:
@@ -168,13 +168,13 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     """
     numbers = _token_numbers(files)
     named = {**json_of(files, "special_tokens_map.json"), **json_of(files, "tokenizer_config.json")}
-    found: dict[str, int] = {}
+    special: dict[str, int] = {}
     for key in TOKENS:
         token = named.get(key.removesuffix("_id"))
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and text in numbers:
-            found[key] = numbers[text]
-    return found
+            special[key] = numbers[text]
+    return special
 
 
 def _token_numbers(files: Mapping[str, bytes]) -> dict[str, int]:
@@ -214,9 +214,9 @@ def companion_notes(taken: Mapping[str, bytes], checkpoint: CheckpointView) -> l
         checkpoint: the checkpoint that contains them.
     """
     refused = refused_auxiliary_files(checkpoint.folder, checkpoint.files.auxiliary_files_below)
-    found = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
-    found += _code_notes(taken)
-    return found + [f"not copied: {name}: {why}" for name, why in refused.items()]
+    notes = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
+    notes += _code_notes(taken)
+    return notes + [f"not copied: {name}: {why}" for name, why in refused.items()]
 
 
 def _code_notes(taken: Mapping[str, bytes]) -> Iterator[str]:

@@ -78,9 +78,9 @@ def open_checkpoint(
         folder = iteration_folder(as_path(path))
         stored = index if index is not None and index.is_of(folder) else FolderIndex(folder)
         options = OpenOptions(order_sources, family, transformer_impl, facts, index=stored)
-        found = format_of(folder, stored)
-        if weights is not None and found is not None and found.is_adapter_folder:
-            return found.open(folder, replace(options, model=open_checkpoint(weights, family=family))).view
+        checkpoint_format = format_of(folder, stored)
+        if weights is not None and checkpoint_format is not None and checkpoint_format.is_adapter_folder:
+            return checkpoint_format.open(folder, replace(options, model=open_checkpoint(weights, family=family))).view
         if weights is not None:
             source = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
             try:
@@ -95,11 +95,11 @@ def open_checkpoint(
         if not stored.is_checked:
             check_digests(folder)
             stored.is_checked = True
-        if found is None:
+        if checkpoint_format is None:
             raise _unknown(folder)
-        if facts != NOTHING and not found.takes_facts:
+        if facts != NOTHING and not checkpoint_format.takes_facts:
             refuse_facts(facts, folder)
-        return found.open(folder, options).view
+        return checkpoint_format.open(folder, options).view
 
 
 def _with_weights(
@@ -122,7 +122,7 @@ def _unknown(folder: Path) -> CheckpointError:
     return UnsupportedCheckpointError(
         "this version cannot read the checkpoint's format",
         found=sharded_backend(folder),
-        expected=" or ".join(one.name for one in FORMATS),
+        expected=" or ".join(supported.name for supported in FORMATS),
         where=str(folder),
         hint="stock Megatron resumes this format; to convert it, save once with --ckpt-format torch_dist",
     )

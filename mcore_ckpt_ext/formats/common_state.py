@@ -40,5 +40,5 @@ def sharding_type(common: Mapping[str, Any]) -> str | None:
         if isinstance(child, dict) and "param_state_sharding_type" in child:
             return str(child["param_state_sharding_type"])
     metadata = common.get("content_metadata")
-    found = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, dict) else None
-    return str(found) if found else None
+    recorded_type = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, dict) else None
+    return str(recorded_type) if recorded_type else None

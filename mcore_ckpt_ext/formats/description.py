@@ -87,28 +87,30 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
         facts: the properties that the user passes.
     """
     folder = reader.folder
-    found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
-    description = found or Description(own or _partial({}, folder), "its own arguments" if own else "")
+    from_file = next((candidate for looks in _READERS if (candidate := looks(folder)) is not None), None)
+    description = from_file or Description(own or _partial({}, folder), "its own arguments" if own else "")
     counted, problems = _train_state(reader) if description.source == bridge.RUN_CONFIG else ({}, ())
     sizes = {} if sidecar is None else sidecar.layout
     recorded = {SIZE_ARGUMENTS[name]: size for name, size in sizes.items() if name in SIZE_ARGUMENTS}
-    known = {**description.arguments.raw, **counted, **recorded, **facts.sizes()}
+    raw_arguments = {**description.arguments.raw, **counted, **recorded, **facts.sizes()}
     ignored = (*description.problems, *problems)
-    return replace(description, arguments=_partial(known, folder, ignored), problems=ignored)
+    return replace(description, arguments=_partial(raw_arguments, folder, ignored), problems=ignored)
 
 
 def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
     """Contradictions between an auxiliary file and Megatron's arguments, which take precedence."""
-    found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
-    if found is None:
+    description = next((candidate for looks in _READERS if (candidate := looks(folder)) is not None), None)
+    if description is None:
         return ()
-    described = {name: found.arguments.value(name) for name in _COMPARED if found.arguments.value(name) is not None}
+    described = {
+        name: description.arguments.value(name) for name in _COMPARED if description.arguments.value(name) is not None
+    }
     other = {name: value for name, value in described.items() if own.value(name) not in (value, None)}
     differences = (
-        f"{found.source} has {name} {value}, but Megatron's arguments have {own.value(name)}, which is used"
+        f"{description.source} has {name} {value}, but Megatron's arguments have {own.value(name)}, which is used"
         for name, value in other.items()
     )
-    return (*found.problems, *differences)
+    return (*description.problems, *differences)
 
 
 def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -151,29 +153,35 @@ def completed(description: Description, inferred: Mapping[str, Any], facts: Fact
     Raises:
         UsageError: a property that the user passes contradicts the index.
     """
-    known = description.arguments.raw
-    contradicted = [name for name, value in inferred.items() if name in known and known[name] not in (value, None)]
+    recorded = description.arguments.raw
+    contradicted = [
+        name for name, value in inferred.items() if name in recorded and recorded[name] not in (value, None)
+    ]
     for name in contradicted:
-        if facts.sizes().get(name) == known[name]:
+        if facts.sizes().get(name) == recorded[name]:
             raise UsageError(
                 "the checkpoint's index contradicts the option",
-                found=f"{facts.option(name)} {known[name]}",
+                found=f"{facts.option(name)} {recorded[name]}",
                 expected=f"{inferred[name]}",
                 where=str(folder),
                 hint="leave the option out: the index is used anyway",
             )
     source = description.source or SIDECAR_FILE
     differences = [
-        f"{source} has {name} {known[name]}, but the index has {inferred[name]}, which is used" for name in contradicted
+        f"{source} has {name} {recorded[name]}, but the index has {inferred[name]}, which is used"
+        for name in contradicted
     ]
-    merged = {**known, **{name: value for name, value in inferred.items() if value is not None or name not in known}}
+    merged = {
+        **recorded,
+        **{name: value for name, value in inferred.items() if value is not None or name not in recorded},
+    }
     arguments = _partial(merged, folder, description.problems)
     return replace(description, arguments=arguments, problems=(*description.problems, *differences))
 
 
-def _partial(known: Mapping[str, Any], folder: Path, problems: Sequence[str] = ()) -> JobArguments:
+def _partial(raw_arguments: Mapping[str, Any], folder: Path, problems: Sequence[str] = ()) -> JobArguments:
     because = "".join(f" ({problem})" for problem in problems)
-    return JobArguments.of(known, source=f"what is known of the job of {folder}{because}", is_complete=False)
+    return JobArguments.of(raw_arguments, source=f"what is known of the job of {folder}{because}", is_complete=False)
 
 
 def _of_bridge(folder: Path) -> Description | None:
@@ -189,9 +197,9 @@ def folders_of_verl(folder: Path) -> tuple[Path, ...]:
 
 def _of_verl(folder: Path) -> Description | None:
     for step in folders_of_verl(folder):
-        found = _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
-        if found is not None:
-            return found
+        description = _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
+        if description is not None:
+            return description
     return None
 
 
@@ -203,8 +211,8 @@ def _of_nemo(folder: Path) -> Description | None:
     model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.of_model(parsed_yaml(text, where), where))
     if job is None or model is None:
         return model or job
-    known = {**model.arguments.raw, **job.arguments.raw}
-    return Description(_partial(known, folder), model.source, (*job.problems, *model.problems))
+    raw_arguments = {**model.arguments.raw, **job.arguments.raw}
+    return Description(_partial(raw_arguments, folder), model.source, (*job.problems, *model.problems))
 
 
 _READERS = (_of_bridge, _of_verl, _of_nemo)

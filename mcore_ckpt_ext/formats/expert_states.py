@@ -55,13 +55,13 @@ def grouped_experts(name: str, numbers: Sequence[int]) -> list[str]:
 
 def of_each_expert(states: Mapping[str, Any], experts: int) -> StatesAndNotes:
     """Assign an empty state to every expert of grouped linears whose state could not be split."""
-    found: dict[str, Any] = {}
+    assigned: dict[str, Any] = {}
     emptied: list[str] = []
     for name, state in states.items():
         names = grouped_experts(name, range(experts))
         emptied += [name] if names else []
-        found |= dict.fromkeys(names or [name], emptied_state(state) if names else state)
-    return found, about_emptied(emptied)
+        assigned |= dict.fromkeys(names or [name], emptied_state(state) if names else state)
+    return assigned, about_emptied(emptied)
 
 
 def split_state(state: Any, experts: int) -> list[Any]:
@@ -80,9 +80,9 @@ def split_state(state: Any, experts: int) -> list[Any]:
     for name, values in _side_by_side(content):
         if values.dim() == 0 or values.shape[-1] % experts:
             raise UnknownStateError(f"{name} of shape {tuple(values.shape)} for {experts} experts")
-        for number, own in enumerate(each):
-            own[name] = values.reshape(*values.shape[:-1], -1, experts)[..., number].contiguous()
-    return [write_state(own, isinstance(state, io.BytesIO)) for own in each]
+        for number, expert_content in enumerate(each):
+            expert_content[name] = values.reshape(*values.shape[:-1], -1, experts)[..., number].contiguous()
+    return [write_state(expert_content, isinstance(state, io.BytesIO)) for expert_content in each]
 
 
 def joined_state(states: Sequence[Any]) -> Any:
@@ -124,8 +124,8 @@ def carried_state(state: Any) -> Any:
 @lru_cache(maxsize=64)
 def _rewritten(content: bytes, stream: bool) -> Any:
     """Rewrite the bytes of a state; cached, because without scales the states of all modules are equal."""
-    found = read_state(content)
-    return emptied_state(io.BytesIO() if stream else None) if found is None else write_state(found, stream)
+    state = read_state(content)
+    return emptied_state(io.BytesIO() if stream else None) if state is None else write_state(state, stream)
 
 
 def scaling_of(state: Any) -> dict[str, torch.Tensor]:

@@ -23,10 +23,10 @@ NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoi
 
 def described_by_model(source: CheckpointView) -> dict[str, Any]:
     """Return the arguments of a checkpoint's model; its layout and job may differ from the optimizer's."""
-    known = source.arguments
-    found = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_set(name)}
+    arguments = source.arguments
+    model_arguments = {name: arguments.value(name) for name in MODEL_ARGUMENTS if arguments.is_set(name)}
     embeddings = source.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
-    return {**found, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else found
+    return {**model_arguments, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else model_arguments
 
 
 def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[str, WeightSpec]:
@@ -35,14 +35,14 @@ def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[st
     The shards follow the rules of Megatron's layers. A weight without a rule is assumed to be replicated; the master
     check verifies that later.
     """
-    found = {}
+    weights = {}
     for name in source.names(WEIGHT):
         tensor = source.named_tensor(WEIGHT, name)
         cut = None
         with contextlib.suppress(UnsupportedCheckpointError):
             cut = whole_cut(name, tensor.shape, arguments)
-        found[name] = WeightSpec(tensor, cut.axis, cut.bands) if cut else WeightSpec(tensor, None)
-    return found
+        weights[name] = WeightSpec(tensor, cut.axis, cut.bands) if cut else WeightSpec(tensor, None)
+    return weights
 
 
 def check_external_weights(source: CheckpointView, checkpoint: CheckpointView) -> None:
@@ -85,7 +85,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
     for name in state.names():
         weight = checkpoint.logical_tensor(WEIGHT, name)
         master = state.logical_tensor(FP32_PARAM, name)
-        is_weight = any(one.extent.file.startswith(f"{folder}/") for one in state.stored(FP32_PARAM, name))
+        is_weight = any(stored.extent.file.startswith(f"{folder}/") for stored in state.stored(FP32_PARAM, name))
         if master is None or is_weight or checkpoint.masters_are_derived(name):
             raise UnsupportedCheckpointError(
                 "the weights of another folder cannot be verified against this optimizer",
@@ -94,8 +94,8 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
                 hint="resume a job from it, which relies on the live model; or save once with the weights",
             )
         if weight is None or weight.shape != master.shape:
-            found = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
-            raise other_weights_error(found, checkpoint, folder)
+            difference = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
+            raise other_weights_error(difference, checkpoint, folder)
 
 
 def other_weights_error(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:

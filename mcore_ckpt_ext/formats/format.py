@@ -57,8 +57,8 @@ class Format:
     @property
     def reader_class(self) -> type[FormatReader]:
         """The class of its reader."""
-        found: type[FormatReader] = _imported(self.reader)
-        return found
+        imported: type[FormatReader] = _imported(self.reader)
+        return imported
 
     def recognizes(self, stored: FolderIndex) -> bool:
         """Return whether the folder of an index is in this format; damage is reported on opening it."""

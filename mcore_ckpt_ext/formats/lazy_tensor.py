@@ -37,8 +37,8 @@ class TensorHandle:
     @property
     def dtype(self) -> torch.dtype:
         """Stored dtype."""
-        found: torch.dtype = getattr(torch, self.logical.dtype)
-        return found
+        stored_dtype: torch.dtype = getattr(torch, self.logical.dtype)
+        return stored_dtype
 
     def __repr__(self) -> str:
         return f"<TensorHandle {self.kind} {self.logical.name}, {self.logical.dtype}, shape {self.shape}>"
@@ -54,9 +54,9 @@ class TensorHandle:
             ProofError: the masters of that region do not round to its weights.
             CheckpointError: the checkpoint is damaged or incomplete, or its packing cannot be recovered.
         """
-        wanted = self._region(() if region is None else region)
+        requested = self._region(() if region is None else region)
         with reraise_as_unreadable(self.checkpoint.folder):
-            return self._proven(wanted)
+            return self._proven(requested)
 
     def _region(self, selected: object) -> Region:
         """Return what a caller selects as a region of this tensor."""
@@ -66,11 +66,11 @@ class TensorHandle:
             region = selected
         else:
             slices = selected if isinstance(selected, tuple) else (selected,)
-            steps = [one.step for one in slices if isinstance(one, slice)]
+            steps = [axis_slice.step for axis_slice in slices if isinstance(axis_slice, slice)]
             if len(steps) < len(slices) or len(slices) > len(shape) or not {None, 1}.issuperset(steps):
                 raise self._no_region(selected)
             whole = (slice(None),) * (len(shape) - len(slices))
-            bounds = [one.indices(size)[:2] for one, size in zip((*slices, *whole), shape, strict=True)]
+            bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip((*slices, *whole), shape, strict=True)]
             sizes = tuple(max(stop - start, 0) for start, stop in bounds)
             region = Region(name, tuple(start for start, _ in bounds), sizes)
         if region.name != name or len(region.offsets) != len(shape) or len(region.sizes) != len(shape):
@@ -88,17 +88,17 @@ class TensorHandle:
             where=f"{self.kind} {self.logical.name}",
         )
 
-    def _proven(self, wanted: Region) -> torch.Tensor:
-        values = self._read(self.kind, wanted)
-        if self.kind != WEIGHT and not self.checkpoint.masters_are_derived(wanted.name):
-            masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
-            own = self.checkpoint
-            proof_at_stored_scales(own, [wanted.name], own.proof, own.transfer).check(
+    def _proven(self, region: Region) -> torch.Tensor:
+        values = self._read(self.kind, region)
+        if self.kind != WEIGHT and not self.checkpoint.masters_are_derived(region.name):
+            masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, region)
+            checkpoint = self.checkpoint
+            proof_at_stored_scales(checkpoint, [region.name], checkpoint.proof, checkpoint.transfer).check(
                 masters,
-                self._read(WEIGHT, wanted),
-                lambda position: f"{wanted.name}, element {position} of {wanted}, {self.checkpoint.folder}",
+                self._read(WEIGHT, region),
+                lambda position: f"{region.name}, element {position} of {region}, {self.checkpoint.folder}",
             )
-        return values.view(wanted.sizes)
+        return values.view(region.sizes)
 
     def _read(self, kind: str, region: Region) -> torch.Tensor:
         return read_slice(self.checkpoint, self.checkpoint.transfer, kind, Slice.whole((region,)))

@@ -80,9 +80,9 @@ class Listing:
 
     def add_refusal(self, file: str, problem: CheckpointError) -> None:
         """Add the error of a file; as a warning if the file may be intact but its type is not supported."""
-        found = f": {problem.details['found']}" if "found" in problem.details else ""
+        detail = f": {problem.details['found']}" if "found" in problem.details else ""
         is_error = not isinstance(problem, UnsupportedCheckpointError)
-        self.add("files", file, f"{problem.message}{found}" + ("" if is_error else "; not checked"), is_error=is_error)
+        self.add("files", file, f"{problem.message}{detail}" + ("" if is_error else "; not checked"), is_error=is_error)
         self.unread.add(file)
 
     def __iter__(self) -> Iterator[ListedTensor]:

@@ -81,19 +81,19 @@ class Merged:
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
         """Return the blocks of rows to read: base values, then `A`, `B` and the magnitudes, if any."""
-        found: list[tuple[Source, TargetSlice]] = []
+        blocks: list[tuple[Source, TargetSlice]] = []
         for region, start, stop, _ in wanted.slice.pieces():
             tensor = wanted.tensors[region.name]
             for band in self._bands(region, start, stop, tensor.shape[1]):
                 rows = band.stop - band.start
                 part = band.part
                 place = Region(region.name, (band.start, band.left), (rows, band.width))
-                found.append((self._base, TargetSlice(WEIGHT, Slice.whole((place,)), {region.name: tensor})))
+                blocks.append((self._base, TargetSlice(WEIGHT, Slice.whole((place,)), {region.name: tensor})))
                 if part is not None:
-                    found.append(self._of_adapter(part.into, None, (band.left, band.width)))
+                    blocks.append(self._of_adapter(part.into, None, (band.left, band.width)))
                     for name, first in (part.out, *([part.magnitude] if part.magnitude else [])):
-                        found.append(self._of_adapter(name, (first + band.start - part.first, rows)))
-        return found
+                        blocks.append(self._of_adapter(name, (first + band.start - part.first, rows)))
+        return blocks
 
     def values(self, wanted: TargetSlice, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute the slice, in fp32."""

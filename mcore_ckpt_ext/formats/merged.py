@@ -31,8 +31,8 @@ def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsVi
     """Return the model's arrays without adapters; `merged` derives the weights that adapters apply to."""
 
     def derivation(kind: str, name: str) -> Derivation | None:
-        own = merged.get(name) if kind == WEIGHT else None
-        return own if own is not None else derivation_of(weights, kind, name)
+        merged_weight = merged.get(name) if kind == WEIGHT else None
+        return merged_weight if merged_weight is not None else derivation_of(weights, kind, name)
 
     return replace(
         view_of_weights(weights),
@@ -105,11 +105,11 @@ def _merged(
         UnsupportedCheckpointError: a weight is missing, or has another shape than its adapter.
     """
     parts: dict[str, list[Part]] = {}
-    for one in adapters_in(adapters, fit).linears:
-        for name, part in parts_of(one, scaling.of_rank(one.rank)):
-            _check_shape(base, name, one.base.regions[0].sizes[1])
+    for linear in adapters_in(adapters, fit).linears:
+        for name, part in parts_of(linear, scaling.of_rank(linear.rank)):
+            _check_shape(base, name, linear.base.regions[0].sizes[1])
             parts.setdefault(name, []).append(part)
-    return {name: Merged(base.weights, where, own) for name, own in parts.items()}
+    return {name: Merged(base.weights, where, weight_parts) for name, weight_parts in parts.items()}
 
 
 def _check_separate_folders(base: CheckpointView, adapters: CheckpointView) -> None:
@@ -125,10 +125,10 @@ def _check_separate_folders(base: CheckpointView, adapters: CheckpointView) -> N
             where=str(adapters.folder),
             hint=f"pass --merge {adapters.folder}",
         )
-    if own := [name for name in base.names(WEIGHT) if is_adapter(name)]:
+    if adapter_names := [name for name in base.names(WEIGHT) if is_adapter(name)]:
         raise UsageError(
             "the model to merge into has adapters of its own",
-            found=join_some(own, 2),
+            found=join_some(adapter_names, 2),
             where=str(base.folder),
             hint="merge its own adapters first",
         )

@@ -23,35 +23,35 @@ def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
 def contradictions(checkpoint: CheckpointView) -> list[str]:
     """Return contradictions between metadata and stored content."""
     about_vocabulary = vocabulary_contradiction(checkpoint)
-    found = [about_vocabulary] if about_vocabulary else []
+    messages = [about_vocabulary] if about_vocabulary else []
     names = checkpoint.names(WEIGHT)
     count = checkpoint.arguments.num_layers
     block = pipelined_block(names)
     layers = {layer.number for layer, _ in map(split_layer, names) if layer is not None and layer.block == block}
     if layers and count and count != len(layers):
-        found.append(f"the arguments say num_layers {count}, but {len(layers)} are stored")
+        messages.append(f"the arguments say num_layers {count}, but {len(layers)} are stored")
     named = iteration_number(checkpoint.folder)
     if named is not None and "iteration" not in checkpoint.common:
-        found.append(f"it does not record its iteration: that of its folder, {checkpoint.folder.name}, is used")
+        messages.append(f"it does not record its iteration: that of its folder, {checkpoint.folder.name}, is used")
     elif named is not None and named != checkpoint.iteration:
-        found.append(f"it records iteration {checkpoint.iteration}, but its folder is {checkpoint.folder.name}")
-    return found
+        messages.append(f"it records iteration {checkpoint.iteration}, but its folder is {checkpoint.folder.name}")
+    return messages
 
 
 def general_notices(checkpoint: CheckpointView) -> list[str]:
     """Return notes for a user who converts a checkpoint of any format."""
-    found = contradictions(checkpoint)
+    notices = contradictions(checkpoint)
     sidecar_problem = checkpoint.sidecar_problem
-    found += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
+    notices += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     if state is not None and checkpoint.sidecar is not None:
         doubts = [doubt for buffers in state.buffers for doubt in buffers.sidecar_problems()]
-        found += [f"{SIDECAR_FILE} is ignored: {join_some(doubts, 1)}"] if doubts else []
+        notices += [f"{SIDECAR_FILE} is ignored: {join_some(doubts, 1)}"] if doubts else []
     if state is not None and PARAM_REMAINDER in state.kinds:
         state.names()  # recovers the packing, which `order_sources` needs
-        known = " and ".join(state.order_sources())
-        found.append(
-            f"masters are joined of bf16 weights and int16 remainders, placed by {known}, and written whole: stock "
+        sources = " and ".join(state.order_sources())
+        notices.append(
+            f"masters are joined of bf16 weights and int16 remainders, placed by {sources}, and written whole: stock "
             "Megatron takes them up without --use-precision-aware-optimizer"
         )
-    return found
+    return notices

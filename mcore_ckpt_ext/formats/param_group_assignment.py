@@ -36,10 +36,10 @@ def group_that_holds(
         UnsupportedCheckpointError: the groups differ in other settings, or no group fits the parameter.
     """
     decays = float(decays_by_rule(name, shape, arguments))
-    wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), _DECOUPLED: name.endswith(VOCABULARY)}
+    expected = {"wd_mult": decays, "is_expert_parallel": of_experts(name), _DECOUPLED: name.endswith(VOCABULARY)}
     groups = [{**group, _DECOUPLED: is_decoupled(group, arguments)} for group in groups]
     fit = list(range(len(groups)))
-    for setting, value in wanted.items():
+    for setting, value in expected.items():
         values = {bool(_setting(group, setting)) for group in groups}
         if len(values) > 1 or (setting == "wd_mult" and any(decay_of(group) is not None for group in groups)):
             fit = [number for number in fit if _setting(groups[number], setting) == value]
@@ -75,5 +75,5 @@ def is_decoupled(group: Mapping[str, Any], arguments: JobArguments) -> bool:
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:
     """Return a setting of a group; False if the group does not record it."""
-    (found,) = identity(group, (name,))
-    return False if found is None else found
+    (recorded,) = identity(group, (name,))
+    return False if recorded is None else recorded

@@ -62,8 +62,8 @@ class PortableState:
             version: the version of Megatron that will read it.
         """
         stored = {key: value for key, value in checkpoint.common.items() if key not in _NOT_CARRIED}
-        known = {"checkpoint_version": _VERSION, "iteration": checkpoint.iteration}
-        common, notes = _writable({**known, **stored}, "the common state")
+        defaults = {"checkpoint_version": _VERSION, "iteration": checkpoint.iteration}
+        common, notes = _writable({**defaults, **stored}, "the common state")
         common["args"], about_arguments = portable_arguments(arguments, version)
         states, about_experts = of_each_expert(checkpoint.extra_states(), checkpoint.arguments.num_experts or 0)
         extra_states, about_extra_states = writable_extra_states(states)
@@ -90,8 +90,8 @@ def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) 
     `--use-checkpoint-args` a missing argument keeps the job's own value (`load_args_from_checkpoint`,
     megatron/training/checkpointing.py).
     """
-    found, notes = _writable(vars(arguments), "the arguments", unmentioned=_ENUMS)
-    return argparse.Namespace(**{**found, WRITTEN_FOR: f"{version[0]}.{version[1]}"}), notes
+    kept, notes = _writable(vars(arguments), "the arguments", unmentioned=_ENUMS)
+    return argparse.Namespace(**{**kept, WRITTEN_FOR: f"{version[0]}.{version[1]}"}), notes
 
 
 def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -100,20 +100,20 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
     Loading a state imports and calls the objects that its pickle names. So a state keeps its content only if that
     consists of data and known recipes, and is otherwise written empty.
     """
-    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     emptied = []
     for name, state in states.items():
         try:
-            found[name] = carried_state(state)
-            known = first_unwritable(found[name]) is None
+            written[name] = carried_state(state)
+            is_writable = first_unwritable(written[name]) is None
         except UnknownStateError:
-            known = False
-        if not known:
+            is_writable = False
+        if not is_writable:
             emptied.append(name)
-            found[name] = emptied_state(state)
+            written[name] = emptied_state(state)
     if not emptied:
-        return found, []
-    return found, [
+        return written, []
+    return written, [
         f"extra states of {len(emptied)} modules are written empty, for they hold pickles with other classes than "
         f"this package writes (fp8 scaling is reinitialized): {escape(emptied[0])} and so on"
     ]
@@ -121,25 +121,25 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
 
 def _writable_random_states(checkpoint: CheckpointView) -> tuple[Mapping[tuple[int, ...], Any], list[str]]:
     states = checkpoint.random_states()
-    reason = next((found for state in states.values() if (found := first_unwritable(state))), None)
+    reason = next((unwritable for state in states.values() if (unwritable := first_unwritable(state))), None)
     if reason is None:
         return states, []
     return {}, [f"the random states are left out: one names {escape(reason)}"]
 
 
 def _writable(
-    state: Mapping[Any, Any], what: str, unmentioned: tuple[str, ...] = ()
+    state: Mapping[Any, Any], description: str, unmentioned: tuple[str, ...] = ()
 ) -> tuple[dict[Any, Any], list[str]]:
     """Return the entries that may be written, and a note for each of the others.
 
     Args:
         state: entries by name.
-        what: a description of `state` for the notes.
+        description: a description of `state` for the notes.
         unmentioned: prefixes of names of classes that are left out without a note.
     """
     reasons = {key: reason for key, value in state.items() if (reason := first_unwritable(value)) is not None}
     notes = [
-        f"left out of {what}: {escape(key)}, which names {escape(reason)}"
+        f"left out of {description}: {escape(key)}, which names {escape(reason)}"
         for key, reason in reasons.items()
         if not reason.startswith(unmentioned)
     ]
@@ -188,8 +188,8 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: boo
         )
     first = children[0]
     return [
-        {**first, "optimizer": {**inner_state(first), "param_groups": own}}
-        for own in distinct_groups(groups, has_expert_optimizer)
+        {**first, "optimizer": {**inner_state(first), "param_groups": child_groups}}
+        for child_groups in distinct_groups(groups, has_expert_optimizer)
     ]
 
 
@@ -240,17 +240,17 @@ def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         UnreadableCheckpointError: two copies of a group differ in another setting; steps are compared elsewhere.
     """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    distinct: dict[tuple[Any, ...], dict[str, Any]] = {}
     groups = list(groups)
     for group, whole in zip(groups, with_defaults(groups), strict=True):
-        known = found.setdefault((rule_of(whole), *identity(whole, REFINED_IDENTITY)), group)
-        differing = [key for key in known.keys() & group.keys() - {"step"} if repr(known[key]) != repr(group[key])]
+        first = distinct.setdefault((rule_of(whole), *identity(whole, REFINED_IDENTITY)), group)
+        differing = [key for key in first.keys() & group.keys() - {"step"} if repr(first[key]) != repr(group[key])]
         if differing:
             key = min(differing)
             raise UnreadableCheckpointError(
                 "ranks stored different settings of the same parameter group",
-                found=f"{escape(key)} {format_value(known[key])} and {format_value(group[key])}",
+                found=f"{escape(key)} {format_value(first[key])} and {format_value(group[key])}",
                 expected="the same on all ranks",
                 hint="the checkpoint was edited, or mixes several checkpoints: use another iteration",
             )
-    return list(found.values())
+    return list(distinct.values())

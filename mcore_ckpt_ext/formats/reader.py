@@ -237,14 +237,14 @@ class FormatReader(FormatTraits, ABC):
         Raises:
             UnreadableCheckpointError: the recorded iteration is not a valid number.
         """
-        found = self.common.get("iteration", iteration_number(self.folder) or 0)
-        if type(found) is not int or not 0 <= found < _MOST_ITERATIONS:
+        number = self.common.get("iteration", iteration_number(self.folder) or 0)
+        if type(number) is not int or not 0 <= number < _MOST_ITERATIONS:
             raise UnreadableCheckpointError(
-                "invalid iteration number in the checkpoint", found=format_value(found),
+                "invalid iteration number in the checkpoint", found=format_value(number),
                 expected="a whole number", where=str(self.folder), hint="its common state was edited: "
                     "use another iteration",
             )  # fmt: skip
-        return found
+        return number
 
     @property
     def is_release(self) -> bool:
@@ -345,6 +345,6 @@ class FormatReader(FormatTraits, ABC):
         with suppress(ContentError):  # reported by the code that uses the common state
             iteration = self.common.get("iteration")
             stored = stored_arguments(self.common)
-            own = megatron_arguments(stored, self.folder, None)
-            arguments = own if stored and own.is_complete else None
+            job_arguments = megatron_arguments(stored, self.folder, None)
+            arguments = job_arguments if stored and job_arguments.is_complete else None
         return find_sidecar(self.folder_index, arguments, iteration)

@@ -86,13 +86,13 @@ FORMATS: tuple[Format, ...] = (
 
 def format_written(target: Target) -> Format:
     """Return the format that options belong to."""
-    return next(one for one in FORMATS if one.target is type(target))
+    return next(candidate for candidate in FORMATS if candidate.target is type(target))
 
 
 def is_adapter_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder that contains adapters without their model."""
     stored = FolderIndex(as_path(path))
-    return any(one.is_adapter_folder and one.recognizes(stored) for one in FORMATS)
+    return any(candidate.is_adapter_folder and candidate.recognizes(stored) for candidate in FORMATS)
 
 
 def format_of(folder: Path, index: FolderIndex | None = None) -> Format | None:
@@ -103,4 +103,4 @@ def format_of(folder: Path, index: FolderIndex | None = None) -> Format | None:
         index: its index, if it has been used before.
     """
     stored = index or FolderIndex(folder)
-    return next((one for one in FORMATS if one.recognizes(stored)), None)
+    return next((candidate for candidate in FORMATS if candidate.recognizes(stored)), None)

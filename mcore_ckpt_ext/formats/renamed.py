@@ -47,7 +47,7 @@ class NameMap:
 
     def slices(self, stored: Sequence[StoredSlice]) -> Sequence[StoredSlice]:
         """Return stored slices under their new names."""
-        return [self._slice(one) for one in stored] if self._changed else stored
+        return [self._slice(stored_slice) for stored_slice in stored] if self._changed else stored
 
     def copies(self, copies: Copies) -> Copies:
         """Return the copies of a tensor under their new names."""
@@ -56,7 +56,9 @@ class NameMap:
     def as_stored(self, wanted: TargetSlice) -> TargetSlice:
         """Return a requested slice under the stored names."""
         regions = tuple(self.region_as_stored(region) for region in wanted.slice.regions)
-        tensors = {self.stored(name): replace(one, name=self.stored(name)) for name, one in wanted.tensors.items()}
+        tensors = {
+            self.stored(name): replace(tensor, name=self.stored(name)) for name, tensor in wanted.tensors.items()
+        }
         return replace(wanted, slice=replace(wanted.slice, regions=regions), tensors=tensors)
 
     def region_as_stored(self, region: Region) -> Region:
@@ -65,11 +67,11 @@ class NameMap:
 
     def sharded_keys(self, stored: Mapping[str, ShardedKey]) -> dict[str, ShardedKey]:
         """Return Megatron's sharded keys for the new names, stacked like those of the old ones."""
-        found = {}
+        keys = {}
         for old, (key, index) in stored.items():
             name = self.of(old)
-            found[name] = (key, index) if name == old else parse(name).sharded_key(len(index) > of_experts(key))
-        return found
+            keys[name] = (key, index) if name == old else parse(name).sharded_key(len(index) > of_experts(key))
+        return keys
 
     def _slice(self, stored: StoredSlice) -> StoredSlice:
         if not any(region.name in self._changed for region in stored.slice.regions):
@@ -144,12 +146,12 @@ class RenamedOrder:
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
         """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
-        found = self._order.frame([self._names.stored(item) for item in items])
-        return found and self._names.all(found)
+        stored_names = self._order.frame([self._names.stored(item) for item in items])
+        return stored_names and self._names.all(stored_names)
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
         prefix = f"{layer.block}.layers.{layer.number}."
         stored = {self._names.stored(prefix + suffix).removeprefix(prefix): suffix for suffix in suffixes}
-        found = self._order.arrange(layer, list(stored))
-        return found and [stored[suffix] for suffix in found]
+        arranged = self._order.arrange(layer, list(stored))
+        return arranged and [stored[suffix] for suffix in arranged]

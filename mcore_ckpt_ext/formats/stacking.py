@@ -28,7 +28,7 @@ _UNSTACKED = ("self_attn.", "mixer.")
 def sharded_keys(names: Sequence[str], arguments: JobArguments) -> dict[str, ShardedKey]:
     """Return Megatron's array for each parameter, and its index on the axes of layers and experts."""
     stacked = stacked_blocks(names, arguments)
-    return {str(own): own.sharded_key(own.block in stacked) for own in map(parse, names)}
+    return {str(parsed): parsed.sharded_key(parsed.block in stacked) for parsed in map(parse, names)}
 
 
 def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
@@ -45,7 +45,7 @@ def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
     kinds: dict[str, set[frozenset[str]]] = {}
     for layer, suffixes in by_layer.items():
         kinds.setdefault(layer.block, set()).add(frozenset(suffixes))
-    return {block for block, found in kinds.items() if len(found) == 1 and not any(map(_is_unstacked, *found))}
+    return {block for block, variants in kinds.items() if len(variants) == 1 and not any(map(_is_unstacked, *variants))}
 
 
 def _is_unstacked(suffix: str) -> bool:

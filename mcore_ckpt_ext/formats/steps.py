@@ -21,11 +21,11 @@ def check_step(checkpoint: CheckpointView) -> None:
     """
     if checkpoint.optimizer_format is None:
         return
-    found: dict[float, str] = {}
+    by_step: dict[float, str] = {}
     for where, step in _steps(checkpoint):
-        found.setdefault(step, where)
-    if len(found) > 1:
-        raise several_steps(found, str(checkpoint.folder))
+        by_step.setdefault(step, where)
+    if len(by_step) > 1:
+        raise several_steps(by_step, str(checkpoint.folder))
 
 
 def _steps(checkpoint: CheckpointView) -> Iterator[tuple[str, float]]:

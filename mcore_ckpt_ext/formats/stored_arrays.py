@@ -31,10 +31,10 @@ class StoredArrays(StoredOnce):
 
     def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
         """Return the chunks that overlap a region."""
-        found = self._chunks.get(region.name)
-        if found is None:
-            found = self._chunks[region.name] = _Chunks(self._arrays[region.name].chunks)
-        return [_slice(region.name, chunk) for chunk in found.touching(region)]
+        chunks = self._chunks.get(region.name)
+        if chunks is None:
+            chunks = self._chunks[region.name] = _Chunks(self._arrays[region.name].chunks)
+        return [_slice(region.name, chunk) for chunk in chunks.touching(region)]
 
 
 class _Chunks:

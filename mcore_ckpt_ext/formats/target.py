@@ -95,14 +95,14 @@ def version_number(version: str | None) -> Version:
         UsageError: it is not a version, or it is older than all supported ones.
     """
     text = installed_version() if version is None else version
-    found = parse_version(text)
-    if found is None:
+    parsed = parse_version(text)
+    if parsed is None:
         found_text = shorten(repr(text), 40)
         raise UsageError("invalid version of Megatron", found=found_text, expected="for example 0.16.1")
-    if not HAS_KNOWN_FORMATS.is_of(found):
+    if not HAS_KNOWN_FORMATS.is_of(parsed):
         expected = f"{OLDEST} to {NEWEST}, or what follows it"
-        raise UsageError("unknown version of Megatron", found=str(found), expected=expected)
-    return found
+        raise UsageError("unknown version of Megatron", found=str(parsed), expected=expected)
+    return parsed
 
 
 def installed_version() -> str:

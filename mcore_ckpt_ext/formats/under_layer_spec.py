@@ -32,12 +32,12 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
     Raises:
         UnsupportedCheckpointError: only one of the two specs has a layer of some kind.
     """
-    own = source.arguments.transformer_impl
+    source_spec = source.arguments.transformer_impl
     of_engine = spec == ENGINE
-    if own not in (ENGINE, LOCAL, None):
+    if source_spec not in (ENGINE, LOCAL, None):
         raise UnsupportedCheckpointError(
             "the names of this layer spec's parameters in other layer specs are unknown",
-            found=own,
+            found=source_spec,
             expected=f"{ENGINE} or {LOCAL}",
             where=str(source.folder),
             hint="keep the layer spec: leave --transformer-impl out",
@@ -91,14 +91,14 @@ def _stays(name: str, state: Any, fresh: Mapping[str, Any], of_engine: bool) -> 
 
 def _messages(source: CheckpointView, names: list[str], written: Mapping[str, Any], spec: str) -> list[str]:
     """Return notes for a user of the checkpoint under the other layer spec."""
-    own = source.extra_states()
+    source_states = source.extra_states()
     changed = sum(old != new for old, new in zip(source.names(WEIGHT), names, strict=True))
-    found = [f"for the layer spec {spec}: {changed} norms have other names"] if changed else []
+    messages = [f"for the layer spec {spec}: {changed} norms have other names"] if changed else []
     if spec == ENGINE:
-        count = sum(own.get(name) is None for name in written)
-        found.append(f"{count} extra states that the source does not have start empty, as in a fresh model")
-    elif scaled := sum(bool(content_of(state)) for name, state in own.items() if written.get(name) is None):
-        found.append(f"{scaled} extra states are left out, with their fp8 scaling: the local spec has no fp8")
+        count = sum(source_states.get(name) is None for name in written)
+        messages.append(f"{count} extra states that the source does not have start empty, as in a fresh model")
+    elif scaled := sum(bool(content_of(state)) for name, state in source_states.items() if written.get(name) is None):
+        messages.append(f"{scaled} extra states are left out, with their fp8 scaling: the local spec has no fp8")
     if source.arguments.moe_grouped_gemm and spec != ENGINE:
-        found.append("the local spec has experts one by one: without --moe-grouped-gemm")
-    return found
+        messages.append("the local spec has experts one by one: without --moe-grouped-gemm")
+    return messages

@@ -33,20 +33,20 @@ def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
         view: the checkpoint.
         names: the new name for each of its names.
     """
-    known = NameMap(names)
-    if not known:
+    name_map = NameMap(names)
+    if not name_map:
         return view
     return replace(
         view,
         model=replace(
             view.model,
-            source=lazy(lambda: renamed_weights(view.weights, known)),
-            sharded_keys=lazy(lambda: known.sharded_keys(view.sharded_keys())),
+            source=lazy(lambda: renamed_weights(view.weights, name_map)),
+            sharded_keys=lazy(lambda: name_map.sharded_keys(view.sharded_keys())),
         ),
         trained=replace(
-            view.trained, state=lazy(lambda: renamed_state(view.optimizer, known)), shows_registration=False
+            view.trained, state=lazy(lambda: renamed_state(view.optimizer, name_map)), shows_registration=False
         ),
-        job=replace(view.job, orders=lambda: [RenamedOrder(order, known) for order in view.job.orders()]),
+        job=replace(view.job, orders=lambda: [RenamedOrder(order, name_map) for order in view.job.orders()]),
     )
 
 
@@ -113,7 +113,7 @@ def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_names_of(view: CheckpointView, other: CheckpointView) -> CheckpointView:
     """Return a view under another checkpoint's names, if only the names of their layer specs differ."""
-    known = set(other.names(WEIGHT))
-    names = {name: renamed_as_in(known, name) for name in view.names(WEIGHT)}
+    other_names = set(other.names(WEIGHT))
+    names = {name: renamed_as_in(other_names, name) for name in view.names(WEIGHT)}
     one_for_one = len(set(names.values())) == len(names)
     return renamed(view, names) if one_for_one and any(map(ne, names, names.values())) else view

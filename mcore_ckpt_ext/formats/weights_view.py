@@ -53,7 +53,7 @@ def relocated(weights: Weights, name_of: Callable[[str], str]) -> WeightsView:
         return replace(extent, array=array(extent.array)) if isinstance(extent, TransposeCodec) else array(extent)
 
     def all_moved(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
-        return [one._replace(extent=moved(one.extent)) for one in slices]
+        return [stored._replace(extent=moved(stored.extent)) for stored in slices]
 
     return replace(
         view_of_weights(weights),
