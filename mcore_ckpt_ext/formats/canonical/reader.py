@@ -128,8 +128,8 @@ class CanonicalCheckpoint(FormatReader):
         Raises:
             UnreadableCheckpointError: a key belongs to another name.
         """
-        found = {name: (str(key), tuple(index)) for name, (key, index) in self._about["sharded_keys"].items()}
-        for name, (key, index) in found.items():
+        keys = {name: (str(key), tuple(index)) for name, (key, index) in self._about["sharded_keys"].items()}
+        for name, (key, index) in keys.items():
             if name_at(key, index) != name:
                 raise UnreadableCheckpointError(
                     "a sharded key belongs to another tensor",
@@ -138,7 +138,7 @@ class CanonicalCheckpoint(FormatReader):
                     where=str(self.folder / COMMON_FILE),
                     hint="this file is damaged: convert the source again",
                 )
-        return found
+        return keys
 
     @override
     def param_groups(self) -> list[dict[str, Any]]:
@@ -187,15 +187,15 @@ class _Arrays(StoredOnce):
     def __init__(self, reader: FolderReader, folder: Path) -> None:
         self._tensors: dict[tuple[str, str], tuple[LogicalTensor, RawArray]] = {}
         listed = {str(key): str(file) for key, file in read_json(folder / INDEX_FILE)["weight_map"].items()}
-        found: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         self.files = frozenset(listed.values())
         for file in sorted(self.files):
             for key, tensor, extent in _with_checksums(reader, file):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)
-                found[key] = file
+                file_of[key] = file
         hint = "files were edited, or are of two checkpoints: convert the source again"
-        check_index(listed, found, folder / INDEX_FILE, hint)
+        check_index(listed, file_of, folder / INDEX_FILE, hint)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
     def checked(self) -> Iterator[RawArray]:
@@ -208,20 +208,20 @@ class _Arrays(StoredOnce):
 
     def state_names(self, of_kind: str | None) -> list[str]:
         """Return the names of the parameters with optimizer state of a kind, or of any kind if None."""
-        found = (name for kind, name in self._tensors if kind != WEIGHT and of_kind in (None, kind))
-        return list(dict.fromkeys(found))
+        names = (name for kind, name in self._tensors if kind != WEIGHT and of_kind in (None, kind))
+        return list(dict.fromkeys(names))
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """Return the name, shape and dtype of a tensor; None if the folder does not contain it."""
-        found = self._tensors.get((kind, name))
-        return found[0] if found else None
+        entry = self._tensors.get((kind, name))
+        return entry[0] if entry else None
 
     @override
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        found = self._tensors.get((kind, name))
-        if found is None:
+        entry = self._tensors.get((kind, name))
+        if entry is None:
             return []
-        tensor, extent = found
+        tensor, extent = entry
         return [StoredSlice(Slice.whole((Region.whole(name, tensor.shape),)), extent, 0)]
 
 

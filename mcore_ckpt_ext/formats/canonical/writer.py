@@ -62,9 +62,9 @@ def _output(checkpoint: CheckpointView) -> Output:
         place_of = {key: first_checksum + CHECKSUM_BYTES * at for at, key in enumerate(sorted(a.key for a in arrays))}
         for (kind, tensor), array, start in zip(batch, arrays, starts, strict=True):
             part = Slice.whole((Region.whole(tensor.name, tensor.shape),))
-            wanted = (WriteItem(0, TargetSlice(kind, part, {tensor.name: tensor})),)
+            write_items = (WriteItem(0, TargetSlice(kind, part, {tensor.name: tensor})),)
             checksum = (place_of[array.key],)
-            records.append(Record(file.name, start, tensor.dtype, part.numel, wanted, checksum))
+            records.append(Record(file.name, start, tensor.dtype, part.numel, write_items, checksum))
         weight_map |= {array.key: file.name for array in arrays}
     total = sum(record.nbytes for record in records)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
