@@ -120,7 +120,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         Raises:
             UnreadableCheckpointError: a file is damaged, or lacks a parameter that the index lists.
         """
-        found: list[OptimizerShard] = []
+        all_shards: list[OptimizerShard] = []
         for file, expected in self._optimizer_files.items():
             shards = [shard for shard in _shards(self.reader, file) if shard.parameter in expected]
             if missing := sorted(expected - {shard.parameter for shard in shards}):
@@ -130,14 +130,17 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
                     expected=f"states of {len(expected)} parameters",
                     where=str(self.folder / file),
                 )
-            found += shards
-        return found
+            all_shards += shards
+        return all_shards
 
     @override
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Return the optimizer's states, each by its number and kind."""
         shards = self.optimizer_shards
-        states = [UnreadState(f"{one.kind} of parameter {one.parameter}", one.kind, one.nbytes, _WHY) for one in shards]
+        states = [
+            UnreadState(f"{shard.kind} of parameter {shard.parameter}", shard.kind, shard.nbytes, _WHY)
+            for shard in shards
+        ]
         groups = [UnreadState(file, UNKNOWN, self.reader.size(file), _WHY) for file in self._group_files if shards]
         return [*super().unread(objects=objects), *joined([*states, *groups])]
 
