@@ -86,11 +86,11 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         Raises:
             UnsupportedCheckpointError: there are fewer layers than the job had.
         """
-        found = len({parse(key).layer for key in keys} - {None})
-        if found and found < (self.recorded_arguments.num_layers or 0):
+        layer_count = len({parse(key).layer for key in keys} - {None})
+        if layer_count and layer_count < (self.recorded_arguments.num_layers or 0):
             raise UnsupportedCheckpointError(
                 "the layer numbers of pipeline stages are unknown in this format",
-                found=f"{found} layers",
+                found=f"{layer_count} layers",
                 expected=f"{self.recorded_arguments.num_layers}, by the arguments of the job",
                 where=str(self.folder),
                 hint="resume it with stock Megatron",
@@ -111,8 +111,8 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     def _weight_and_master(self, array: StoredArray) -> dict[str, StoredArray]:
         """Return the weight and the master in an fp32 array; empty for other arrays, which are only weights."""
-        known = self.recorded_arguments
-        computes_in = "bfloat16" if known.bf16 else "float16" if known.fp16 else "float32"
+        arguments = self.recorded_arguments
+        computes_in = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else "float32"
         if array.dtype != "float32" or is_module_buffer(array.key):
             return {}
         weight = {array.key: replace(array, dtype=computes_in)}

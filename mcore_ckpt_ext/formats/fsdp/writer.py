@@ -166,8 +166,8 @@ class FsdpTarget:
         Raises:
             UnsupportedCheckpointError: see `group_that_holds`.
         """
-        found = group_that_holds(name, self._checkpoint.named_tensor(WEIGHT, name).shape, groups, self._arguments)
-        return groups[found]
+        number = group_that_holds(name, self._checkpoint.named_tensor(WEIGHT, name).shape, groups, self._arguments)
+        return groups[number]
 
     @cached_property
     def common(self) -> dict[str, Any]:
