@@ -101,12 +101,12 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
         UnreadableCheckpointError: a file is missing or damaged, or lacks a tensor that the index lists.
     """
     folder = reader.folder / below
-    found = [name for name in WEIGHT_FILES if (folder / name).exists()]
-    if not found:
+    names = [name for name in WEIGHT_FILES if (folder / name).exists()]
+    if not names:
         raise UnreadableCheckpointError(
             "the folder contains no weights", expected=" or ".join((*_SINGLE, *INDICES)), where=str(folder)
         )
-    first, *others = found
+    first, *others = names
     if first in INDICES:
         tensors = _tensors_of_index(reader, below, folder / first)
     else:
@@ -134,21 +134,21 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
         raise UnreadableCheckpointError("the index has no weight_map", where=str(path))
     files = sorted(set(weight_map.values()))
     check_listed(path, files, "the download or copy is incomplete: download the missing files")
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     origin: dict[str, str] = {}
     for file in files:
         for name, tensor in tensors_of(reader, _joined(below, file)):
-            if name in found:
+            if name in tensors:
                 raise UnreadableCheckpointError(
                     "two files of the index contain a tensor of the same name",
                     found=f"{name} in {origin[name]} and {file}",
                     where=str(path),
                     hint="files of different models or uploads are mixed: download them again",
                 )
-            found[name] = tensor
+            tensors[name] = tensor
             origin[name] = file
     check_index(weight_map, origin, path, "files of different models or uploads are mixed: download them again")
-    return found
+    return tensors
 
 
 def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTensor]]:

@@ -51,11 +51,11 @@ def list_model(folder: Path, below: str = "") -> Listing:
     """
     listing = Listing(folder, folder_reader(folder))
     config = _read_object(listing, _below(below, CONFIG))
-    found = [name for name in WEIGHT_FILES if (folder / below / name).exists()]
-    if not found:
+    names = [name for name in WEIGHT_FILES if (folder / below / name).exists()]
+    if not names:
         listing.add("files", below, f"no weights: there is no {' and no '.join(WEIGHT_FILES)}")
         return listing
-    first, *others = found
+    first, *others = names
     if first in INDICES:
         stored = _list_index(listing, below, first)
     else:
@@ -81,7 +81,7 @@ def list_model(folder: Path, below: str = "") -> Listing:
 def list_file(listing: Listing, file: str) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of one file; add a problem to the listing if the file cannot be read."""
     try:
-        found = list(tensors_of(listing.reader, file))
+        tensors = list(tensors_of(listing.reader, file))
         if file.endswith(SUFFIX):
             _check_metadata(listing, file, read_arrays(listing.reader, file).get(METADATA))
         else:
@@ -89,7 +89,7 @@ def list_file(listing: Listing, file: str) -> Iterator[tuple[str, StoredTensor]]
     except ContentError as problem:
         listing.add_refusal(file, problem)
         return
-    yield from found
+    yield from tensors
 
 
 def _read_object(listing: Listing, file: str) -> dict[str, Any] | None:
@@ -107,8 +107,8 @@ def _check_metadata(listing: Listing, file: str, metadata: object) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         listing.add("files", file, f"{METADATA} has values that are not text, which safetensors refuses", offset=8)
     elif metadata.get("format") not in _FORMATS:
-        what = f"{METADATA} names no format: transformers 4 loads only {', '.join(_FORMATS)}"
-        listing.add("files", file, what, offset=8, is_error=False)
+        message = f"{METADATA} names no format: transformers 4 loads only {', '.join(_FORMATS)}"
+        listing.add("files", file, message, offset=8, is_error=False)
 
 
 def _list_index(listing: Listing, below: str, index: str) -> dict[str, StoredTensor]:
@@ -123,14 +123,16 @@ def _list_index(listing: Listing, below: str, index: str) -> dict[str, StoredTen
     for name, file in weight_map.items():
         by_file[file].append(name)
     listing.files = len(by_file)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file, names in sorted(by_file.items()):
         for name, tensor in _list_shard(listing, below, index, file, names):
-            if name in found:
-                what = f"{name} is also in {Path(found[name].extent.file).name}: files of different models are mixed"
-                listing.add("tensors", _below(below, file), what)
-            found[name] = tensor
-    return found
+            if name in tensors:
+                message = (
+                    f"{name} is also in {Path(tensors[name].extent.file).name}: files of different models are mixed"
+                )
+                listing.add("tensors", _below(below, file), message)
+            tensors[name] = tensor
+    return tensors
 
 
 def _list_shard(
@@ -161,13 +163,13 @@ def _check_vision(listing: Listing, stored: Mapping[str, StoredTensor], config: 
         return
     named = {unprefixed(name): name for name, text in text_names(stored).items() if text is None}
     if missing := [name for name in expected if name not in named]:
-        what = f"the vision part that {CONFIG} describes lacks tensors: {join_some(missing, _SHOWN)}"
-        listing.add("tensors", below, what)
+        message = f"the vision part that {CONFIG} describes lacks tensors: {join_some(missing, _SHOWN)}"
+        listing.add("tensors", below, message)
     for name, shape in expected.items():
         tensor = stored.get(named.get(name, ""))
         if tensor is not None and tensor.shape != shape:
-            what = f"{named[name]} has the shape {tensor.shape}, not {shape}, which {CONFIG} describes"
-            listing.add("tensors", tensor.extent.file, what)
+            message = f"{named[name]} has the shape {tensor.shape}, not {shape}, which {CONFIG} describes"
+            listing.add("tensors", tensor.extent.file, message)
     listing.described |= {named[name] for name in expected if name in named}
 
 
@@ -199,8 +201,8 @@ def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantized: boo
             others[dtype].append(tensor)
     for dtype, tensors in others.items():
         names = join_some([tensor.name for tensor in tensors], _SHOWN)
-        what = f"{len(tensors):,} tensors are in {dtype}, where config.json states {declared}: {names}"
-        listing.add("dtypes", tensors[0].extent.file, what, is_error=False)
+        message = f"{len(tensors):,} tensors are in {dtype}, where config.json states {declared}: {names}"
+        listing.add("dtypes", tensors[0].extent.file, message, is_error=False)
     listing.dtypes = f"{declared}, as config.json states"
 
 

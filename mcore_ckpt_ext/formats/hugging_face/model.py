@@ -118,10 +118,10 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
             where=str(folder),
             hint="pass a Megatron checkpoint with the weights of that step: --weights RUN",
         )
-    if found := contradictions(family, model, trained) if trained.is_complete else []:
+    if differences := contradictions(family, model, trained) if trained.is_complete else []:
         return ModelMismatchError(
             "the job of the optimizer trained another model than config.json describes, though the weights may fit",
-            found="; ".join(found),
+            found="; ".join(differences),
             where=str(folder / CONFIG),
             hint="pass the folder of the model that was trained, or correct its config.json",
         )

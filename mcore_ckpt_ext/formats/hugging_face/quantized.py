@@ -71,7 +71,7 @@ def dequantized(
         return dict(stored), []
     dtype = str(config.get("dtype") or config.get("torch_dtype") or _DTYPES[0])
     dtype = dtype if dtype in _DTYPES else _DTYPES[0]
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     scales = {
         name
         for name in stored
@@ -90,14 +90,14 @@ def dequantized(
             whole = name.removesuffix("_blocks") if pairing.packed else name
             if pairing.in_pairs and tensor.extent.dtype == _BYTE:
                 common = stored.get(name.removesuffix(pairing.codes) + pairing.scales + _COMMON)
-                found[whole] = _nvfp4(name, tensor, scaled_by, common, dtype, where)
+                tensors[whole] = _nvfp4(name, tensor, scaled_by, common, dtype, where)
             else:
-                found[whole] = _decoded(name, tensor, scaled_by, pairing, dtype, where)
+                tensors[whole] = _decoded(name, tensor, scaled_by, pairing, dtype, where)
         elif tensor.extent.dtype in (*_FP8, _BYTE) or (pairing.packed and name.endswith(pairing.codes)):
             raise UnreadableCheckpointError("quantized weights have no scales", found=name, where=where)
         else:
-            found[name] = tensor
-    return found, activations
+            tensors[name] = tensor
+    return tensors, activations
 
 
 def quantization_of(config: Mapping[str, Any], folder: Path) -> Any:
@@ -110,8 +110,8 @@ def quantization_of(config: Mapping[str, Any], folder: Path) -> Any:
     Raises:
         UnreadableCheckpointError: ModelOpt's file is damaged.
     """
-    if found := config.get("quantization_config") or config.get("compression_config"):
-        return found
+    if section := config.get("quantization_config") or config.get("compression_config"):
+        return section
     return {"quant_method": "modelopt"} if (folder / _MODEL_OPT).is_file() else None
 
 
@@ -224,12 +224,12 @@ def _is_fp8(settings: Mapping[str, Any]) -> bool:
         for group in (groups.values() if isinstance(groups, Mapping) else ())
     ]
     return bool(weights) and all(
-        isinstance(one, Mapping)
-        and one.get("type") == "float"
-        and one.get("num_bits") == 8
-        and one.get("strategy") in ("tensor", "channel")
-        and one.get("symmetric", True)
-        for one in weights
+        isinstance(scheme, Mapping)
+        and scheme.get("type") == "float"
+        and scheme.get("num_bits") == 8
+        and scheme.get("strategy") in ("tensor", "channel")
+        and scheme.get("symmetric", True)
+        for scheme in weights
     )
 
 

@@ -202,10 +202,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if not any(copy.name in stored for copy in copies):
             return stored
         originals = {tensor.regions[0].name: tensor.name for tensor in expected}
-        found = dict(stored)
+        remaining = dict(stored)
         for copy in copies:
             original = stored.get(originals.get(copy.regions[0].name, ""))
-            repeated = found.pop(copy.name, None)
+            repeated = remaining.pop(copy.name, None)
             if (
                 repeated is not None
                 and original is not None
@@ -215,7 +215,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
                     "a multi-token prediction (MTP) layer has its own weights where Megatron shares those of the model",
                     where=copy.name,
                 )
-        return found
+        return remaining
 
     def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
         """Check that a tied model's stored output layer, otherwise unread, is a copy of the embedding."""
@@ -246,7 +246,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @override
     def checked_arrays(self) -> Iterator[RawArray]:
-        return (one for one in self._extents if isinstance(one, RawArray) and one.crc is not None)
+        return (extent for extent in self._extents if isinstance(extent, RawArray) and extent.crc is not None)
 
     @property
     @override
@@ -279,42 +279,42 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        found = [f"model family: {self.family.described}"] if self.family.origin else []
-        found += [*self.family.notices(self.model), *dynamic_notices(self.config, self.model)]
-        found += [*self._neutral.notices(self.family.mapped_keys), *chosen_family_notes(self.family, self.config)]
+        notes = [f"model family: {self.family.described}"] if self.family.origin else []
+        notes += [*self.family.notices(self.model), *dynamic_notices(self.config, self.model)]
+        notes += [*self._neutral.notices(self.family.mapped_keys), *chosen_family_notes(self.family, self.config)]
         if self.whole:
             text = f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}"
             has_tower = self.whole in VISION_TOWERS
             rest = "--for bridge also converts the vision tower" if has_tower else "other parts are not converted yet"
-            found.append(f"{text}; {rest}")
+            notes.append(f"{text}; {rest}")
         if TIED_COPY in self.left_out:
-            found.append(f"{TIED_COPY} is not read: the output layer is tied to the embedding")
+            notes.append(f"{TIED_COPY} is not read: the output layer is tied to the embedding")
         listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if listed and self._holds_no_mtp:
-            found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({listed[0]})")
+            notes.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({listed[0]})")
         flags = shlex.join(self.training_flags())
         if self.family.bridge_only_reason:
             lacks = f"pretrain_gpt.py cannot train this model: {self.family.bridge_only_reason}"
-            found.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
+            notes.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
         elif lacking := without_flag(self.model, since_0_19=True):
             values = ", ".join(f"{name} = {value}" for name, value in lacking.items())
-            found.append(
+            notes.append(
                 f"pretrain_gpt.py cannot train this model: it has no flag for {values}, or does not pass the flag on. "
                 f"Megatron-Bridge can; it reads run_config.yaml. The other flags are: {flags}"
             )
         else:
-            found.append(f"train it with: {flags}")
+            notes.append(f"train it with: {flags}")
         if self.arguments.layernorm_epsilon == 0:
-            found.append(
+            notes.append(
                 "the epsilon of its norms is 0, which turns a row of zeros into NaN; published models have 1e-5 or "
                 "1e-6, so check config.json"
             )
-        found += self.with_uncommon_dtype()
+        notes += self.with_uncommon_dtype()
         if self.model.position_embedding_type == "yarn":
-            found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
+            notes.append("--position-embedding-type yarn is of Megatron 0.19 and later")
         if self.model.rotary_seq_len_interpolation_factor:
-            found.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
-        return found + self._stale
+            notes.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
+        return notes + self._stale
 
     @property
     @override

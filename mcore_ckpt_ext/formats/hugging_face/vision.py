@@ -33,7 +33,7 @@ _SHOWN = 6
 _FLOATS = ("bfloat16", "float16", "float32")
 _HINT = "pass the folder that training started from: --tokenizer FOLDER"
 # Names of stacked experts, which select the rules for them.
-_STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up", "down"))
+_STACKED = tuple(f"model.layers.0.mlp.experts.{projection}_proj" for projection in ("gate_up", "down"))
 # Keys of `config.json` that a training job may change.
 _OF_TRAINING = ("attention_dropout", "initializer_range", "max_position_embeddings", "architectures")
 
@@ -43,7 +43,7 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        quantized = [name for name, found in self._vision.items() if found.extent.dtype not in _FLOATS]
+        quantized = [name for name, tensor in self._vision.items() if tensor.extent.dtype not in _FLOATS]
         if quantized:
             raise UnsupportedCheckpointError(
                 "the vision tower is quantized, which is not supported",
@@ -51,7 +51,7 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
                 where=str(self.folder),
                 hint="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )
-        text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
+        text = [(_below_prefix(tensor), stored_tensor) for tensor, stored_tensor in super()._matched(stored)]
         named = {name: self._kind.ours(name) for name in self._vision}
         self.left_out = [name for name in self.left_out if name not in named]
         shapes = {
@@ -92,8 +92,8 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        found = f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"
-        return [found, *self.with_uncommon_dtype()]
+        notice = f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"
+        return [notice, *self.with_uncommon_dtype()]
 
 
 class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):
@@ -102,11 +102,11 @@ class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         text = super()._matched(stored)
-        known = VISION_TOWERS.get(self.whole)
+        tower = VISION_TOWERS.get(self.whole)
         self.left_out = [name for name in self.left_out if name not in self._vision]
         return text + [
-            (_as_it_is(known.spelled(name) if known else name, found.shape), found)
-            for name, found in self._vision.items()
+            (_as_it_is(tower.spelled(name) if tower else name, tensor.shape), tensor)
+            for name, tensor in self._vision.items()
         ]
 
 
@@ -115,10 +115,10 @@ def with_vision_tower(checkpoint: CheckpointView) -> CheckpointView:
 
     This applies if Megatron-Bridge has such a model.
     """
-    own = checkpoint.format_reader
-    if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in VISION_TOWERS:
+    reader = checkpoint.format_reader
+    if not isinstance(reader, HuggingFaceCheckpoint) or reader.whole not in VISION_TOWERS:
         return checkpoint
-    return own.read_again(VisionLanguageCheckpoint).view
+    return reader.read_again(VisionLanguageCheckpoint).view
 
 
 def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
@@ -126,11 +126,11 @@ def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
 
     Anything else is returned unchanged.
     """
-    readers = [one.format_reader for one in opened]
-    folders = [one for one in readers if isinstance(one, HuggingFaceCheckpoint) and one.whole]
+    readers = [checkpoint.format_reader for checkpoint in opened]
+    folders = [reader for reader in readers if isinstance(reader, HuggingFaceCheckpoint) and reader.whole]
     if len(folders) < len(opened):
         return [*opened]
-    return [one.read_again(UnmappedVisionLanguageCheckpoint).view for one in folders]
+    return [reader.read_again(UnmappedVisionLanguageCheckpoint).view for reader in folders]
 
 
 def as_text_model(checkpoint: CheckpointView) -> CheckpointView:
@@ -181,8 +181,8 @@ def vision_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> lis
 
 def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
     """Return where Megatron-Bridge's own file contradicts the vision configuration."""
-    known = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
-    trained = known if isinstance(known, Mapping) else {}
+    recorded = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
+    trained = recorded if isinstance(recorded, Mapping) else {}
     return [
         f"{key} is {vision[key]}, not {value}, in vision_config"
         for key, value in trained.items()
@@ -201,8 +201,8 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
     if checkpoint.whole_model is None:
         return family.tensors(arguments)
     tower = VISION_TOWERS[checkpoint.whole_model.kind]
-    found = family.tensors(arguments, _STACKED if tower.experts else None)
-    written = map(turned_stack, found) if tower.experts else found
+    tensors = family.tensors(arguments, _STACKED if tower.experts else None)
+    written = map(turned_stack, tensors) if tower.experts else tensors
     return [replace(tensor, name=tower.in_folder(tensor.name)) for tensor in written]
 
 
@@ -243,7 +243,7 @@ def _as_it_is(name: str, shape: tuple[int, ...]) -> HuggingFaceTensor:
 
 
 def _below_prefix(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
-    return replace(tensor, regions=tuple(replace(one, name=f"{PREFIX}{one.name}") for one in tensor.regions))
+    return replace(tensor, regions=tuple(replace(region, name=f"{PREFIX}{region.name}") for region in tensor.regions))
 
 
 def _refuse(wrong: Sequence[str], checkpoint: CheckpointView) -> None:

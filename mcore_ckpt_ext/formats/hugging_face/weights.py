@@ -33,14 +33,14 @@ class ModelSpaceWeights(StoredOnce):
         self._tensors = {name: LogicalTensor(name, shape, self._dtype(name)) for name, shape in shapes.items()}
 
     def _dtype(self, name: str) -> str:
-        found = sorted({stored.extent.dtype for stored in self._slices[name]})
-        if len(found) > 1:
+        dtypes = sorted({stored.extent.dtype for stored in self._slices[name]})
+        if len(dtypes) > 1:
             raise UnsupportedCheckpointError(
                 "tensors that Megatron joins into one parameter have different dtypes",
-                found=" and ".join(found),
+                found=" and ".join(dtypes),
                 where=name,
             )
-        return found[0]
+        return dtypes[0]
 
     @property
     def dtypes(self) -> list[str]:
@@ -55,7 +55,7 @@ class ModelSpaceWeights(StoredOnce):
         """Parameters that a job in the most frequent dtype would round, without routers' fp32 biases."""
         most = self.dtypes[0] if self._tensors else "float32"
         tensors = self._tensors.values()
-        return [one for one in tensors if one.dtype != most != "float32" and not is_module_buffer(one.name)]
+        return [tensor for tensor in tensors if tensor.dtype != most != "float32" and not is_module_buffer(tensor.name)]
 
     def names(self) -> list[str]:
         """Return all names."""
@@ -74,8 +74,8 @@ def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[s
     """Yield the slices of each parameter in a tensor; the regions of one parameter are adjacent there."""
     transposed = tensor.transposed != stored.is_transposed
     first = stored.first
-    for name, found in groupby(tensor.regions, key=lambda region: region.name):
-        parts = tuple(found)
+    for name, regions in groupby(tensor.regions, key=lambda region: region.name):
+        parts = tuple(regions)
         part = Slice.whole(parts)
         if transposed or tensor.interleaved > 1 or tensor.shift:
             rows = sum(region.sizes[0] for region in parts)

@@ -100,8 +100,8 @@ class HuggingFaceTarget:
         passed = parse_assignments(options.arguments)
         refuse_unknown_names(passed)
         self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
-        known = checkpoint.arguments
-        model = complete(known.replace(source=self._where, **passed) if passed else known)
+        recorded = checkpoint.arguments
+        model = complete(recorded.replace(source=self._where, **passed) if passed else recorded)
         self._check_ignored(model, passed)
         arguments = model.replace(vocab_size=self._vocabulary())
         once = (text_config(config) or config).get("model_type")
@@ -129,8 +129,8 @@ class HuggingFaceTarget:
 
     def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:
         """Refuse arguments Megatron may have ignored, except in release checkpoints, which no job trained."""
-        found = {name: value for name, value in ignored(model).items() if name not in passed}
-        if found and not self._checkpoint.is_release and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
+        flags = {name: value for name, value in ignored(model).items() if name not in passed}
+        if flags and not self._checkpoint.is_release and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
             default = {
                 "rope_scaling_factor": "=8",
                 "rotary_seq_len_interpolation_factor": f"={model.rotary_seq_len_interpolation_factor} since 0.19, "
@@ -138,10 +138,10 @@ class HuggingFaceTarget:
             }
             raise UnsupportedCheckpointError(
                 "the job was given flags that pretrain_gpt.py, or an older one, does not pass on to its model",
-                found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items()),
+                found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items()),
                 where=str(self._checkpoint.folder),
                 hint="pass the values used in training; with pretrain_gpt.py: "
-                + " ".join(f"--argument {name}{default[name]}" for name in found),
+                + " ".join(f"--argument {name}{default[name]}" for name in flags),
             )
 
     def output(self) -> Output:
@@ -155,9 +155,11 @@ class HuggingFaceTarget:
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            file, found = (pickled_file if self._options.pickled else plain_file)(f"{stem}{part}.{suffix}", shard)
+            file, file_records = (pickled_file if self._options.pickled else plain_file)(
+                f"{stem}{part}.{suffix}", shard
+            )
             files.append(file)
-            records += found
+            records += file_records
             weight_map |= {tensor.declared.key: file.name for tensor in shard}
         if len(shards) > 1:
             metadata = {
@@ -223,8 +225,8 @@ class HuggingFaceTarget:
         text = text_config(stored)
         stored = {**text, "architectures": [family.architecture]} if text else stored
         if stored.get("model_type") == family.model_type:
-            if (found := family.updated_config(stored, arguments)) is not None:
-                return found, [], True
+            if (updated := family.updated_config(stored, arguments)) is not None:
+                return updated, [], True
             kept = family.kept(stored)
         else:  # the tokenizer may come from a model of another family, then only its token keys apply
             kept = {key: stored[key] for key in TOKENS if key in stored}
@@ -233,25 +235,25 @@ class HuggingFaceTarget:
 
     def _vocabulary(self) -> int:
         source = self._checkpoint
-        known = self._options.vocab_size or source.vocabulary or configured_tokens(self.auxiliary_files)
+        vocab_size = self._options.vocab_size or source.vocabulary or configured_tokens(self.auxiliary_files)
         # A tokenizer often has fewer tokens than the embedding has rows, and never more.
-        known = known or max(source.tokens or 0, tokenizer_tokens(self.auxiliary_files) or 0) or None
-        if known is None:
+        vocab_size = vocab_size or max(source.tokens or 0, tokenizer_tokens(self.auxiliary_files) or 0) or None
+        if vocab_size is None:
             raise UnsupportedCheckpointError(
                 "the size of the vocabulary without Megatron's padding is unknown",
                 found=f"{source.vocabulary_rows} rows with it", where=str(source.folder),
                 hint="pass --vocab-size N, or --tokenizer PATH",
             )  # fmt: skip
-        return known
+        return vocab_size
 
     def _check_shapes(self) -> None:
         """Check that parameters have the shapes that the arguments imply; the vocabulary may be padded."""
         wrong = []
         for name, shape in parameter_shapes(self._tensors).items():
-            found = self._checkpoint.named_tensor(WEIGHT, name).shape
-            longer = name in VOCABULARY and found[1:] == shape[1:] and found[0] > shape[0]
-            if found != shape and not longer:
-                wrong.append(f"{name} is {found}, not {shape}")
+            stored_shape = self._checkpoint.named_tensor(WEIGHT, name).shape
+            longer = name in VOCABULARY and stored_shape[1:] == shape[1:] and stored_shape[0] > shape[0]
+            if stored_shape != shape and not longer:
+                wrong.append(f"{name} is {stored_shape}, not {shape}")
         if wrong:
             raise UnsupportedCheckpointError(
                 "the checkpoint's arguments contradict its parameters", found="; ".join(wrong[:_SHOWN]),
