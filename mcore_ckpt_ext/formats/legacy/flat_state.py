@@ -47,10 +47,10 @@ class FlatStates:
 
         The first expert rank stores the state of the dense parameters.
         """
-        found = [
+        states = [
             None if child == 0 and rank.expert > 0 else self._buffer_states(rank, child) for child in self._children
         ]
-        return _alone_or_all(found) if any(state is not None for state in found) else None
+        return _alone_or_all(states) if any(state is not None for state in states) else None
 
     @property
     def _children(self) -> range:
@@ -85,8 +85,8 @@ class FlatStates:
                 plain = name.endswith(".bias") or len(weights[name].tensor.shape) == 1
                 used.append(0.0 if plain else 1.0)
         order = list(dict.fromkeys(used))
-        found = dict(zip(multipliers, groups, strict=True))
-        return [found[value] for value in order if value in found]
+        by_multiplier = dict(zip(multipliers, groups, strict=True))
+        return [by_multiplier[value] for value in order if value in by_multiplier]
 
     def _packed(self, rank: LegacyRank, child: int) -> list[PackedBuffer]:
         experts = child == 1
@@ -120,8 +120,8 @@ class FlatStates:
         placed = []
         for origin, bucket in zip(buffer.joined_origins(), buffer.buckets, strict=True):
             for index, start, _ in bucket.placements:
-                wanted = self._models.state_in_buffer(kind, buffer.names[index], buffer.regions[index])
-                placed.append(WriteItem(origin + start, wanted))
+                target_slice = self._models.state_in_buffer(kind, buffer.names[index], buffer.regions[index])
+                placed.append(WriteItem(origin + start, target_slice))
         return tuple(sorted(placed, key=lambda part: part.start))
 
 

@@ -100,13 +100,13 @@ class TargetModels:
         """Return the given names of extra states that belong to a chunk's modules."""
         first = self._first_expert(rank)
         count = (self._arguments.num_experts or 0) // self._layout.expert
-        found = []
+        chunk_names = []
         for name in names:
             expert = parse(name).expert
             here = self.local.chunk_of(name) == (rank.pipeline, stage)
             if here and (expert is None or first <= expert < first + count):
-                found.append(name)
-        return found
+                chunk_names.append(name)
+        return chunk_names
 
     def local_name(self, name: str, rank: LegacyRank, stage: int, tied_copy: bool = False) -> str:
         """Return the key of a model-space name in a chunk's `state_dict`."""

@@ -51,7 +51,7 @@ class OptimizerSettings:
     def _portable(self, number: int, child: Mapping[str, Any]) -> dict[str, Any]:
         step = self._steps_of_parameters.get(number)
         of_ranks = [rank.optimizers[number] for rank in self._ranks if number < len(rank.optimizers)]
-        groups = [group for own in of_ranks for group in inner_state(own)["param_groups"]]
+        groups = [group for optimizer in of_ranks for group in inner_state(optimizer)["param_groups"]]
         inner = {
             "param_groups": once(map(portable_group, groups)),
             "state": {} if step is None else {"common_step": torch.tensor(step)},
@@ -68,18 +68,20 @@ class OptimizerSettings:
         Raises:
             UnreadableCheckpointError: parameters of one optimizer have different steps.
         """
-        found: dict[int, dict[float, str]] = {}
+        by_optimizer: dict[int, dict[float, str]] = {}
         for rank in self._ranks:
             for number, child in enumerate(rank.optimizers):
                 state = inner_state(child).get("state") or {}
                 for parameter, kept in state.items():
                     step = self._archive(rank).with_values(kept.get("step")) if isinstance(kept, dict) else None
                     if step is not None:
-                        found.setdefault(number, {}).setdefault(float(step), f"parameter {parameter} of {rank.folder}")
-        for steps in found.values():
+                        by_optimizer.setdefault(number, {}).setdefault(
+                            float(step), f"parameter {parameter} of {rank.folder}"
+                        )
+        for steps in by_optimizer.values():
             if len(steps) > 1:
                 raise several_steps(steps, self._where)
-        return {number: next(iter(steps)) for number, steps in found.items()}
+        return {number: next(iter(steps)) for number, steps in by_optimizer.items()}
 
     def grad_scaler(self) -> dict[str, Any] | None:
         """Return the state of the gradient scaler; None if there is none."""

@@ -100,8 +100,8 @@ class RankState:
         Raises:
             UnreadableCheckpointError: see `checked_optimizer`.
         """
-        found = self.state.get("optimizer") or []
-        return [checked_optimizer(one) for one in (found if isinstance(found, list) else [found])]
+        entry = self.state.get("optimizer") or []
+        return [checked_optimizer(optimizer) for optimizer in (entry if isinstance(entry, list) else [entry])]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class RankFolders:
         """
         names = folder_names(self._folder)
         states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
-        states.sort(key=lambda found: (found.rank.pipeline, found.rank.expert, found.rank.tensor))
+        states.sort(key=lambda state: (state.rank.pipeline, state.rank.expert, state.rank.tensor))
         odd = _odd_places([state.rank for state in states], layout)
         if odd:
             raise UnreadableCheckpointError(
@@ -163,8 +163,8 @@ class RankFolders:
                 where=str(self._folder),
                 hint=INTERRUPTED,
             )
-        for own in states[1:]:
-            self._check_time(states[0], own)
+        for state in states[1:]:
+            self._check_time(states[0], state)
         self._check_writers(states, RankGrid(layout, bool(getattr(states[0].arguments, "use_tp_pp_dp_mapping", False))))
         self._check_different(states)
         return states
@@ -179,18 +179,20 @@ class RankFolders:
             UnreadableCheckpointError: a file is in the folder of another rank.
         """
         layout = grid.layout
-        writers = {own.folder: getattr(own.arguments, "rank", None) for own in states}
+        writers = {state.folder: getattr(state.arguments, "rank", None) for state in states}
         world = layout.tensor * layout.pipeline * layout.context * layout.data
         if len(set(writers.values())) < len(states) or layout.world != world:
             return
-        for own in states:
-            writer = writers[own.folder]
+        for state in states:
+            writer = writers[state.folder]
             if type(writer) is not int or not 0 <= writer < world:
                 return
             tensor, _, _, pipeline = grid.coordinates(writer)
-            is_its = (tensor, pipeline) == (own.rank.tensor, own.rank.pipeline)
-            if not is_its or own.rank.expert not in grid.experts(writer):
-                raise self._mixed_up(own, f"a file that rank {writer} wrote, {grid.place(writer)}", "that of its rank")
+            is_its = (tensor, pipeline) == (state.rank.tensor, state.rank.pipeline)
+            if not is_its or state.rank.expert not in grid.experts(writer):
+                raise self._mixed_up(
+                    state, f"a file that rank {writer} wrote, {grid.place(writer)}", "that of its rank"
+                )
 
     def _check_different(self, states: Sequence[RankState]) -> None:
         """Check by checksums, if there are any, that no two model-parallel ranks have the same content.
@@ -198,41 +200,41 @@ class RankFolders:
         Raises:
             UnreadableCheckpointError: the files of two ranks are equal.
         """
-        known: dict[tuple[tuple[int, int], ...], str] = {}
-        for own in states:
-            content = self._contents[own.folder]
-            has_tensors = any(isinstance(value, TensorReference) for chunk in own.chunks for value in chunk.values())
+        folder_of: dict[tuple[tuple[int, int], ...], str] = {}
+        for state in states:
+            content = self._contents[state.folder]
+            has_tensors = any(isinstance(value, TensorReference) for chunk in state.chunks for value in chunk.values())
             if has_tensors and content is not None:
-                first = known.setdefault(content, own.folder)
-                if first != own.folder:
+                first = folder_of.setdefault(content, state.folder)
+                if first != state.folder:
                     raise self._mixed_up(
-                        own, f"the same content as in {first}", "a part of the model that no other has"
+                        state, f"the same content as in {first}", "a part of the model that no other has"
                     )
 
-    def _mixed_up(self, own: RankState, found: str, expected: str) -> UnreadableCheckpointError:
+    def _mixed_up(self, state: RankState, actual: str, expected: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
             "the ranks' files are mixed up",
-            found=found,
+            found=actual,
             expected=expected,
-            where=str(self._folder / own.file),
+            where=str(self._folder / state.file),
             hint="they were moved or copied: restore the folders as they were written, or use another iteration",
         )
 
-    def _check_time(self, first: RankState, own: RankState) -> None:
+    def _check_time(self, first: RankState, other: RankState) -> None:
         """Compare values that are equal on all ranks of one save, and that change with every iteration.
 
         Raises:
             UnreadableCheckpointError: a value differs.
         """
         expected = _time_of(first.state)
-        found = _time_of(own.state)
-        for key in expected.keys() | found.keys():
-            if repr(found.get(key)) != repr(expected.get(key)):  # repr, so that NaN equals itself
+        actual = _time_of(other.state)
+        for key in expected.keys() | actual.keys():
+            if repr(actual.get(key)) != repr(expected.get(key)):  # repr, so that NaN equals itself
                 raise UnreadableCheckpointError(
                     "the ranks' files were not written at the same time of one run",
-                    found=f"{key} {format_value(found.get(key))}",
+                    found=f"{key} {format_value(actual.get(key))}",
                     expected=f"{format_value(expected.get(key))}, as in {first.folder}",
-                    where=str(self._folder / own.file),
+                    where=str(self._folder / other.file),
                     hint="a file was edited, or is of another iteration: use another iteration",
                 )
 
@@ -243,11 +245,13 @@ class RankFolders:
 
     def buffers(self, files: Sequence[tuple[LegacyRank, str]]) -> list[RankBuffers]:
         """Read the content of the files of distributed optimizers."""
-        found = []
+        rank_buffers = []
         for rank, file in files:
             content = TorchArchive(self._reader, file).load()
-            found.append(RankBuffers(rank, self.place(file), content if isinstance(content, list) else [content]))
-        return found
+            rank_buffers.append(
+                RankBuffers(rank, self.place(file), content if isinstance(content, list) else [content])
+            )
+        return rank_buffers
 
     def place(self, file: str) -> StoredObject:
         """Return the archive that extends over a whole file."""
@@ -282,24 +286,30 @@ def _odd_places(ranks: Sequence[LegacyRank], layout: ParallelLayout) -> list[str
     exists. Otherwise it is only known that each expert rank of a stage has some folder.
     """
     tensors, stages, experts = (range(size) for size in (layout.tensor, layout.pipeline, layout.expert))
-    pairs = {(one.tensor, one.pipeline) for one in ranks}
+    pairs = {(rank.tensor, rank.pipeline) for rank in ranks}
     if odd := _differing(pairs, ("tensor", tensors), ("pipeline", stages)):
         return odd
     if layout.expert_tensor == layout.tensor:
-        whole = {(one.tensor, one.pipeline, one.expert) for one in ranks}
+        whole = {(rank.tensor, rank.pipeline, rank.expert) for rank in ranks}
         return _differing(whole, ("tensor", tensors), ("pipeline", stages), ("expert", experts))
-    return _differing({(one.pipeline, one.expert) for one in ranks}, ("pipeline", stages), ("expert", experts))
+    return _differing({(rank.pipeline, rank.expert) for rank in ranks}, ("pipeline", stages), ("expert", experts))
 
 
-def _differing(found: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[str]:
+def _differing(places: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[str]:
     """Describe unexpected places, and the first missing ones, since a layout may have very many places."""
     names = [name for name, _ in axes]
 
     def named(place: tuple[int, ...]) -> str:
         return ", ".join(f"{name} {number}" for name, number in zip(names, place, strict=True))
 
-    outside = [place for place in sorted(found) if any(at not in one for at, (_, one) in zip(place, axes, strict=True))]
-    missing = islice((place for place in product(*(one for _, one in axes)) if place not in found), _MOST_LISTED)
+    outside = [
+        place
+        for place in sorted(places)
+        if any(at not in numbers for at, (_, numbers) in zip(place, axes, strict=True))
+    ]
+    missing = islice(
+        (place for place in product(*(numbers for _, numbers in axes)) if place not in places), _MOST_LISTED
+    )
     return [f"none of {named(place)}" for place in missing] + [
         f"an unexpected one of {named(place)}" for place in outside
     ]

@@ -131,7 +131,9 @@ class LegacyCheckpoint(FormatReader):
         check_provable(self.view, None, [str(self.stored_optimizer_format)])
         if self._buffer_files:
             return legacy_optimizer(self.view, FlatState(self._flat_arrays(), joined=True, chunked=False))
-        if files := [file.name for own in self._ranks for file in self._folders.layer_wise_files(own.folder)]:
+        if files := [
+            file.name for rank_state in self._ranks for file in self._folders.layer_wise_files(rank_state.folder)
+        ]:
             # The model's file has the parameters of the first data-parallel rank, which look like a complete optimizer.
             raise UnsupportedCheckpointError(
                 "each data-parallel rank has its own optimizer file, which this version does not read",
@@ -173,7 +175,9 @@ class LegacyCheckpoint(FormatReader):
         # Some layers of such a model may have no parameters, and cannot be counted.
         if has_varying_layers(self.arguments) and (layers := layers_by_chunk(self.arguments, self.layout)) is not None:
             return layers
-        stages = {found.rank.pipeline: [layers_of(chunk) for chunk in found.chunks] for found in self._ranks}
+        stages = {
+            rank_state.rank.pipeline: [layers_of(chunk) for chunk in rank_state.chunks] for rank_state in self._ranks
+        }
         order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
         expected = self.arguments.layer_counts
@@ -212,13 +216,13 @@ class LegacyCheckpoint(FormatReader):
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for rank in self._rank_models():
             archive = self.transfer.archive(rank.place.file)
             for name, value in self.weights.extra_states(rank):
-                if name not in found:
-                    found |= self._of_experts(name, archive.with_values(value), rank)
-        return found
+                if name not in states:
+                    states |= self._of_experts(name, archive.with_values(value), rank)
+        return states
 
     def _of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
         """Return a state by its name; a state of grouped experts is split by expert if possible."""
@@ -231,56 +235,60 @@ class LegacyCheckpoint(FormatReader):
 
     @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        found: dict[tuple[int, ...], Any] = {}
-        for own in self._ranks:
-            if own.state.get("rng_state") is not None and own.rank.expert == 0:
-                found[own.rank.pipeline, own.rank.tensor] = self._archive(own).with_values(own.state["rng_state"])
-        return found
+        states: dict[tuple[int, ...], Any] = {}
+        for rank_state in self._ranks:
+            if rank_state.state.get("rng_state") is not None and rank_state.rank.expert == 0:
+                states[rank_state.rank.pipeline, rank_state.rank.tensor] = self._archive(rank_state).with_values(
+                    rank_state.state["rng_state"]
+                )
+        return states
 
     @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        for file in (*(own.file for own in self._ranks), *(file for _, file in self._buffer_files)):
+        for file in (*(rank_state.file for rank_state in self._ranks), *(file for _, file in self._buffer_files)):
             yield file, 0, self.reader.size(file)
 
     def rank_files(self) -> Iterator[tuple[str, LegacyRank, Mapping[Any, Any]]]:
         """Yield each file, the rank that wrote it, and its content with tensors as references."""
-        for own in self._ranks:
-            yield own.file, own.rank, own.state
+        for rank_state in self._ranks:
+            yield rank_state.file, rank_state.rank, rank_state.state
         for buffers in self._buffers:
             yield buffers.place.file, buffers.rank, dict(enumerate(buffers.children))
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Return stored keys that this package does not read, merging equal keys of several ranks."""
-        found: list[UnreadState] = []
-        for own in self._ranks:
-            known = {*COMMON_KEYS, *filter(is_model_chunk, own.state), "rng_state", "total_iters"}
-            common = {key: value for key, value in own.state.items() if key != "optimizer"}
-            found += in_common_state(common, known)
-            of_optimizers = [item for optimizer in own.optimizers for item in in_optimizer(optimizer)]
+        unread_states: list[UnreadState] = []
+        for rank_state in self._ranks:
+            read_keys = {*COMMON_KEYS, *filter(is_model_chunk, rank_state.state), "rng_state", "total_iters"}
+            common = {key: value for key, value in rank_state.state.items() if key != "optimizer"}
+            unread_states += in_common_state(common, read_keys)
+            of_optimizers = [item for optimizer in rank_state.optimizers for item in in_optimizer(optimizer)]
             if self._keeps_whole_state:
                 of_optimizers = [item for item in of_optimizers if not _in_masters(item.key)]
-            found += of_optimizers
-            found += (UnreadState(f.name, UNKNOWN, f.stat().st_size) for f in self._folders.other_files(own.folder))
+            unread_states += of_optimizers
+            unread_states += (
+                UnreadState(f.name, UNKNOWN, f.stat().st_size) for f in self._folders.other_files(rank_state.folder)
+            )
         for buffers in self._buffers:
             for path, nbytes in tensors_in(buffers.children, (OPTIMIZER_FILE,)):
                 if len(path) != _DEPTH_OF_BUFFERS or not path[2].isdigit():
-                    found.append(UnreadState(".".join(path), UNKNOWN, nbytes))
-        return joined(found)
+                    unread_states.append(UnreadState(".".join(path), UNKNOWN, nbytes))
+        return joined(unread_states)
 
     @cached_property
     def _ranks(self) -> list[RankState]:
         """The stored state of each rank, the first pipeline rank first."""
         return self._folders.states(self.layout)
 
-    def _archive(self, own: RankState) -> TorchArchive:
-        return self.transfer.archive(own.file)
+    def _archive(self, rank_state: RankState) -> TorchArchive:
+        return self.transfer.archive(rank_state.file)
 
     def _rank_models(self) -> Iterator[RankModel]:
         layers = self.layers()
-        for own in self._ranks:
-            place = self._folders.place(own.file)
-            for chunk, span in zip(own.chunks, layers[own.rank.pipeline], strict=False):
-                yield RankModel(own.rank.tensor, own.rank.expert, span.start, chunk, place)
+        for rank_state in self._ranks:
+            place = self._folders.place(rank_state.file)
+            for chunk, span in zip(rank_state.chunks, layers[rank_state.rank.pipeline], strict=False):
+                yield RankModel(rank_state.rank.tensor, rank_state.rank.expert, span.start, chunk, place)
 
     @cached_property
     def _buffer_files(self) -> list[tuple[LegacyRank, str]]:
@@ -315,16 +323,16 @@ class LegacyCheckpoint(FormatReader):
 
     def _rank_optimizers(self) -> list[RankOptimizers]:
         """Return the optimizers in each rank folder, and their parameters."""
-        optimizers_of = {own.file: own.optimizers for own in self._ranks}
+        optimizers_of = {rank_state.file: rank_state.optimizers for rank_state in self._ranks}
         parameters: dict[str, list[tuple[str, TensorReference]]] = {}
-        found: dict[str, RankOptimizers] = {}
+        optimizers: dict[str, RankOptimizers] = {}
         for rank, named in self.weights.models:
             file = rank.place.file
-            own = parameters.setdefault(file, [])
+            rank_parameters = parameters.setdefault(file, [])
             twice = second_names(dict(named))
-            own.extend((name, value) for name, value in named if name not in twice)
-            found[file] = RankOptimizers(rank.tensor, rank.place, optimizers_of[file], own)
-        return list(found.values())
+            rank_parameters.extend((name, value) for name, value in named if name not in twice)
+            optimizers[file] = RankOptimizers(rank.tensor, rank.place, optimizers_of[file], rank_parameters)
+        return list(optimizers.values())
 
     def _expert_index(self, rank: LegacyRank) -> int:
         """Return the rank's position among all expert ranks, in the order that its version of Megatron uses."""

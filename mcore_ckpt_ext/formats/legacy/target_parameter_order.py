@@ -57,7 +57,7 @@ def _registered(checkpoint: CheckpointView) -> list[list[str]]:
     # Another layer spec registers parameters in another order.
     shows_order = checkpoint.optimizer_format and checkpoint.trained.shows_registration
     buffers = checkpoint.optimizer.buffers if shows_order else ()
-    found = []
+    registered = []
     for packing in (part.packing_of(group).packing for part in buffers for group in part.groups.values()):
         for buffer in sorted({key.buffer for key in packing}):
             placed = [
@@ -66,8 +66,8 @@ def _registered(checkpoint: CheckpointView) -> list[list[str]]:
                 if key.buffer == buffer
                 for placement in placements
             ]
-            found.append([name for *_, name in sorted(placed, reverse=True)])
-    return found
+            registered.append([name for *_, name in sorted(placed, reverse=True)])
+    return registered
 
 
 def _agrees(order: ParameterOrder, names: Sequence[str]) -> bool:

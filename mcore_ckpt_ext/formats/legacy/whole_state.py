@@ -73,13 +73,16 @@ class WholeStates:
                 if self._kinds[name]
             },
             "param_groups": [
-                {**group, "params": [numbered[name] for name in own]}
-                for group, own in zip(inner["param_groups"], by_group, strict=True)
+                {**group, "params": [numbered[name] for name in group_names]}
+                for group, group_names in zip(inner["param_groups"], by_group, strict=True)
             ],
         }
         if "optimizer" not in child:
             return written
-        masters = [[part(FP32_PARAM, name) for name in own if not self._is_own_master(name)] for own in by_group]
+        masters = [
+            [part(FP32_PARAM, name) for name in group_names if not self._is_own_master(name)]
+            for group_names in by_group
+        ]
         scaler = {"grad_scaler": child["grad_scaler"]} if "grad_scaler" in child else {}
         return {"optimizer": written, MASTERS: masters, **scaler}
 
@@ -103,12 +106,12 @@ class WholeStates:
 
     def _child_of(self, name: str) -> int:
         """Return the optimizer that updates a parameter, by its kinds of state and whether it is an expert's."""
-        found = [number for number, child in enumerate(self._chain) if self._steps(child, name)]
-        if len(found) == 1:
-            return found[0]
+        numbers = [number for number, child in enumerate(self._chain) if self._steps(child, name)]
+        if len(numbers) == 1:
+            return numbers[0]
         raise UnsupportedCheckpointError(
             "the chained optimizer that updates a parameter is unknown",
-            found=f"{len(found)} that may",
+            found=f"{len(numbers)} that may",
             where=name,
             hint="use --to torch_dist",
         )
