@@ -51,17 +51,17 @@ class NemoCheckpoint(TorchDistCheckpoint):
     @override
     def _read_common(self) -> dict[str, Any]:
         stored = self._stored_common
-        found = {name: stored[name] for name in COMMON_KEYS if name in stored}
+        common = {name: stored[name] for name in COMMON_KEYS if name in stored}
         optimizers = stored.get("optimizer")
         if isinstance(optimizers, list) and len(optimizers) == 1:
-            found["optimizer"] = optimizers[0]
+            common["optimizer"] = optimizers[0]
         step = stored.get(_STEP)
-        return found | ({"iteration": step} if isinstance(step, int) else {})
+        return common | ({"iteration": step} if isinstance(step, int) else {})
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        known = {*COMMON_KEYS, "optimizer", _STEP}
-        left = sorted(str(name) for name, value in self._stored_common.items() if name not in known and value)
+        read_keys = {*COMMON_KEYS, "optimizer", _STEP}
+        left = sorted(str(name) for name, value in self._stored_common.items() if name not in read_keys and value)
         dropped = [f"left out of the common state, as it belongs to Lightning: {', '.join(left)}"] if left else []
         return [*super().notices_of(view), *dropped]
 
@@ -72,10 +72,10 @@ def _renamed(entries: Mapping[str, Value]) -> dict[str, Value]:
     Raises:
         ValueError: two entries get the same key.
     """
-    found = {_name(key): value for key, value in entries.items()}
-    if len(found) < len(entries):
+    renamed = {_name(key): value for key, value in entries.items()}
+    if len(renamed) < len(entries):
         raise ValueError(f"two keys differ only in {PREFIX!r}")
-    return found
+    return renamed
 
 
 def _name(key: str) -> str:
