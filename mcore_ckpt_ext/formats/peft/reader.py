@@ -140,16 +140,18 @@ class PeftCheckpoint(WeightsAlone):
         stored = self._stored()
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         self._of_model = self._fit.family.tensors(self._fit.arguments)
-        found, self._shapes = adapters_read(
+        adapters, self._shapes = adapters_read(
             self._of_model, shapes, lambda names: len({self._digest(stored[name]) for name in names}) == 1
         )
-        self._adapters: Adapters = found
+        self._adapters: Adapters = adapters
         self._check_tensors(stored, shapes)
-        self._weights = ModelSpaceWeights([(one, stored[one.name]) for one in self._once(stored)])
+        self._weights = ModelSpaceWeights([(tensor, stored[tensor.name]) for tensor in self._once(stored)])
 
     def _check_config(self) -> None:
         other = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
-        other |= {key: self.config.get(key) for key, known in _VALUES.items() if self.config.get(key) not in known}
+        other |= {
+            key: self.config.get(key) for key, supported in _VALUES.items() if self.config.get(key) not in supported
+        }
         other |= strange_values(self.config)
         if other:
             raise UnsupportedCheckpointError(
@@ -163,17 +165,19 @@ class PeftCheckpoint(WeightsAlone):
     def _check_tensors(self, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
         # transformers' models have no MTP layers.
         linears = [
-            one.name.removesuffix(".weight")
+            tensor.name.removesuffix(".weight")
             for name, ours in linears_of(self._of_model).items()
-            for one in ours
+            for tensor in ours
             if not name.startswith("mtp.")
         ]
-        found = [*contradictions(self.config, shapes, linears)]
-        found += [f"{name}: {one.extent.dtype}" for name, one in stored.items() if one.extent.dtype not in _DTYPES]
-        if found:
+        mismatches = [*contradictions(self.config, shapes, linears)]
+        mismatches += [
+            f"{name}: {tensor.extent.dtype}" for name, tensor in stored.items() if tensor.extent.dtype not in _DTYPES
+        ]
+        if mismatches:
             raise UnsupportedCheckpointError(
                 f"the tensors do not match {ADAPTER}",
-                found=join_some(found, 4),
+                found=join_some(mismatches, 4),
                 expected="the tensors that peft would create from that file for this model",
                 where=str(self.folder),
                 hint="pass the model that they were trained for: --weights FOLDER; or correct the file, which peft "
@@ -274,11 +278,11 @@ class PeftCheckpoint(WeightsAlone):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        found = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
+        notices = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
         base = self.config.get("base_model_name_or_path")
         if base and PurePath(str(base)).name != self._base.name:
-            found.append(f"they say that they were trained for {shorten(str(base))}, and {self._base} was named")
-        return found
+            notices.append(f"they say that they were trained for {shorten(str(base))}, and {self._base} was named")
+        return notices
 
     @override
     def extra_states(self) -> Mapping[str, Any]:

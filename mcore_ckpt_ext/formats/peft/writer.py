@@ -57,11 +57,11 @@ class PeftTarget:
 
     def output(self) -> Output:
         """Plan both files, and the location of each tensor."""
-        declared = [Declared(one.name, one.shape, self._dtype(one)) for one in self._adapters.tensors]
+        declared = [Declared(tensor.name, tensor.shape, self._dtype(tensor)) for tensor in self._adapters.tensors]
         file, starts, checksums = lay_out_checked_file(MODEL, declared)
         records = [
-            Record(MODEL, start, one.dtype, prod(one.shape), self._content(tensor), checksum_texts=(checksum,))
-            for tensor, one, start, checksum in zip(self._adapters.tensors, declared, starts, checksums, strict=True)
+            Record(MODEL, start, array.dtype, prod(array.shape), self._content(tensor), checksum_texts=(checksum,))
+            for tensor, array, start, checksum in zip(self._adapters.tensors, declared, starts, checksums, strict=True)
         ]
         return Output([file, json_file(CONFIG, self._config(), last=True)], records, tuple(self._notes()))
 
