@@ -71,8 +71,8 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
 
     def _state(self, weights: Mapping[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
         """Yield masters and moments by their keys in `torch_dist`."""
-        for name, found in self._owned(weights).items():
-            for kind, array in found.items():
+        for name, arrays in self._owned(weights).items():
+            for kind, array in arrays.items():
                 if array.shape != weights[name].shape:
                     raise self._unknown(f"{kind} of shape {array.shape}, a weight of {weights[name].shape}", name)
                 key = f"{_STATE}{kind}.{name}"
@@ -93,7 +93,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
                 moments.setdefault(int(match["id"]), {})[match["kind"]] = array
         ids = [deque(group.get("params", ())) for group in self._groups]
         halves = [deque(array for _, array in sorted(masters.get(n, {}).items())) for n in range(len(ids))]
-        found: dict[str, dict[str, StoredArray]] = {}
+        owned: dict[str, dict[str, StoredArray]] = {}
         for name, weight in weights.items():
             if is_module_buffer(name):
                 continue
@@ -102,15 +102,15 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
             if not ids[group] or (is_half and not halves[group]):
                 raise self._unknown("no state for it", name)
             master = {FP32_PARAM: halves[group].popleft()} if is_half else {}
-            found[name] = {**master, **moments.pop(ids[group].popleft(), {})}
+            owned[name] = {**master, **moments.pop(ids[group].popleft(), {})}
         if left := sum(map(len, [*ids, *halves])) + len(moments):
             raise self._unknown(f"state of {left} parameters more", "the stored model")
-        return found
+        return owned
 
-    def _unknown(self, found: str, name: str) -> UnsupportedCheckpointError:
+    def _unknown(self, problem: str, name: str) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
             "cannot determine which optimizer state belongs to which weight",
-            found=found,
+            found=problem,
             expected="state for every parameter, group by group, in the order of the stored model",
             where=f"{name}, {self.folder}",
             hint="resume it once with Megatron and save with --ckpt-format torch_dist",
@@ -123,11 +123,11 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         Raises:
             UnsupportedCheckpointError: a group has no step, because torch's own Adam stores it by parameter.
         """
-        found: dict[int, dict[str, Any]] = {}
+        by_number: dict[int, dict[str, Any]] = {}
         for key in self.stored_index.objects:
             if match := _GROUP.match(key):
-                found.setdefault(int(match["group"]), {})[match["setting"]] = self._stored_object(key)
-        groups = [group for _, group in sorted(found.items())]
+                by_number.setdefault(int(match["group"]), {})[match["setting"]] = self._stored_object(key)
+        groups = [group for _, group in sorted(by_number.items())]
         if any("betas" in group and "step" not in group for group in groups):
             raise UnsupportedCheckpointError(
                 "this format is not read with the state of torch's own Adam, which counts steps per parameter",
