@@ -59,9 +59,9 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
 
 def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     """Return the content of the source's `run_config.yaml`, or one made from its arguments."""
-    found = run_config_of(checkpoint.folder)
-    if found is not None:
-        kept, emptied = harmless(found)
+    run_config = run_config_of(checkpoint.folder)
+    if run_config is not None:
+        kept, emptied = harmless(run_config)
         return kept, [f"left out of {RUN_CONFIG}: {place}, which Megatron-Bridge would run" for place in emptied]
     # These modules import all families, which takes as long as writing a small checkpoint.
     from mcore_ckpt_ext.families.bridge import bridge_model, model_fields
@@ -72,10 +72,12 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     section: dict[str, Any] = {}
     try:
         model = complete(checkpoint.arguments)
-        known = checkpoint.arguments
+        arguments = checkpoint.arguments
         # Incomplete arguments are not filled up with defaults.
         section = {
-            name: value for name, value in model_fields(model).items() if known.is_complete or known.is_set(name)
+            name: value
+            for name, value in model_fields(model).items()
+            if arguments.is_complete or arguments.is_set(name)
         }
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
     except ContentError as error:

@@ -132,14 +132,14 @@ class DescribedCheckpoint(FormatReader):
     @cached_property
     @override
     def arguments(self) -> JobArguments:
-        own = self._megatron_arguments
-        return own if own is not None and own.is_complete else self.description.arguments
+        arguments = self._megatron_arguments
+        return arguments if arguments is not None and arguments.is_complete else self.description.arguments
 
     @cached_property
     def recorded_arguments(self) -> JobArguments:
         """The properties of the job that are known without the index."""
-        own = self._megatron_arguments
-        return own if own is not None and own.is_complete else self._described().arguments
+        arguments = self._megatron_arguments
+        return arguments if arguments is not None and arguments.is_complete else self._described().arguments
 
     @cached_property
     def _megatron_arguments(self) -> JobArguments | None:
@@ -159,18 +159,18 @@ class DescribedCheckpoint(FormatReader):
         Raises:
             UsageError: a property that the user passes contradicts the index.
         """
-        own = self._megatron_arguments
-        if own is not None and own.is_complete:
-            return Description(own, problems=contradicting(own, self.folder))
-        found = self._described()
+        arguments = self._megatron_arguments
+        if arguments is not None and arguments.is_complete:
+            return Description(arguments, problems=contradicting(arguments, self.folder))
+        description = self._described()
         external = self._external
         if self._weights_source is not None:
-            found = found.with_model(described_by_model(self._weights_source))
+            description = description.with_model(described_by_model(self._weights_source))
         else:
-            found = with_adjacent_model(found, self.weights, self.folder)
-        layout = infer_layout(self.index, self.random_state_grid(), {**found.arguments.raw, **external.layout})
+            description = with_adjacent_model(description, self.weights, self.folder)
+        layout = infer_layout(self.index, self.random_state_grid(), {**description.arguments.raw, **external.layout})
         model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
-        return completed(found, {**model, **layout}, self._facts, self.folder)
+        return completed(description, {**model, **layout}, self._facts, self.folder)
 
     @property
     @override
@@ -184,9 +184,9 @@ class DescribedCheckpoint(FormatReader):
 
     @override
     def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> CheckpointView:
-        found = self._with(ExternalModel(weights))
+        reader = self._with(ExternalModel(weights))
         # A reader that fills an optimizer verifies every element, so a layout may be tried that merely fits.
-        return (found._under_a_layout(_fits) or found).view
+        return (reader._under_a_layout(_fits) or reader).view
 
     @override
     def with_weights_of(self, source: CheckpointView) -> CheckpointView:
@@ -194,11 +194,11 @@ class DescribedCheckpoint(FormatReader):
         external = ExternalModel(checkpoint=source)
         external = replace(external, weights=external_weights(source, self._with(external).arguments))
         unproven = self._with(external)
-        found = unproven._under_a_layout(_is_proven)
-        if found is None:
+        proven = unproven._under_a_layout(_is_proven)
+        if proven is None:
             raise other_weights_error("they fit under no layout that its buffers allow", unproven.view, source.folder)
-        check_belonging(found.view, source.folder)
-        return found.view
+        check_belonging(proven.view, source.folder)
+        return proven.view
 
     @property
     def has_external_weights(self) -> bool:
@@ -240,7 +240,7 @@ class DescribedCheckpoint(FormatReader):
     @override
     def iteration(self) -> int:
         above = (self.folder, *self.folder.parents[:3])
-        step = next((match for one in above if (match := STEP.fullmatch(one.name))), None)
+        step = next((match for folder in above if (match := STEP.fullmatch(folder.name))), None)
         return int(step[1]) if "iteration" not in self.common and step else super().iteration
 
     @override
@@ -264,10 +264,14 @@ class DescribedCheckpoint(FormatReader):
 
 
 def _fits(reader: FormatReader) -> bool:
-    return all(found is not None for one in reader.optimizer.buffers for found in one.proposed_packings().values())
+    return all(
+        packing is not None for buffers in reader.optimizer.buffers for packing in buffers.proposed_packings().values()
+    )
 
 
 def _is_proven(reader: FormatReader) -> bool:
     with contextlib.suppress(PackingError):
-        return all(one.packing_of(group) for one in reader.optimizer.buffers for group in one.groups.values())
+        return all(
+            buffers.packing_of(group) for buffers in reader.optimizer.buffers for group in buffers.groups.values()
+        )
     return False

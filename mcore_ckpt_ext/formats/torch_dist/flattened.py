@@ -69,16 +69,16 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @override
     def _read_common(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        common: dict[str, Any] = {}
         for key in self.stored_index.objects:
             first, *rest = key.split(".")
             if first in COMMON_KEYS and len(rest) <= 1:
                 value = self._stored_object(key)
                 if rest:
-                    found.setdefault(first, {})[rest[0]] = value
+                    common.setdefault(first, {})[rest[0]] = value
                 else:
-                    found[first] = value
-        return found
+                    common[first] = value
+        return common
 
     def _stored_object(self, key: str) -> Any:
         return self._archived(self.stored_index.objects[key], key)

@@ -42,26 +42,26 @@ def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, known: Mapping[s
         known: other known properties; used only for sizes that no index shows.
     """
     groups = _groups(index)
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     if grid is not None:
-        found = {PIPELINE: grid[0], TENSOR: grid[1]}
+        sizes = {PIPELINE: grid[0], TENSOR: grid[1]}
     elif groups and (tensor := _bands(index.arrays) or known.get(TENSOR)) and groups[0] % tensor == 0:
-        found = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
-    if not found or not groups:
+        sizes = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
+    if not sizes or not groups:
         # If optimizers are not flat, files and chunks come from the last writer, which may be a converter.
-        return found
+        return sizes
     if len(groups) > 1 + bool(known.get("overlap_param_gather_with_optimizer_step")):
-        found |= _experts(index, groups[max(groups)], found[PIPELINE])
+        sizes |= _experts(index, groups[max(groups)], sizes[PIPELINE])
     world = 1 + max(_writers(index), default=-1)
-    model = found[TENSOR] * found[PIPELINE]
+    model = sizes[TENSOR] * sizes[PIPELINE]
     context = known.get("context_parallel_size")
     if world and world % model == 0:
-        found["world_size"] = world
+        sizes["world_size"] = world
         if isinstance(context, int) and context > 0 and world % (model * context) == 0:
-            found["data_parallel_size"] = world // (model * context)
+            sizes["data_parallel_size"] = world // (model * context)
         elif world == model:
-            found |= {"context_parallel_size": 1, "data_parallel_size": 1}
-    return found
+            sizes |= {"context_parallel_size": 1, "data_parallel_size": 1}
+    return sizes
 
 
 def possible_layouts(index: DcpIndex) -> list[dict[str, int]]:
@@ -78,28 +78,28 @@ def infer_model_config(arrays: Mapping[str, StoredArray], names: Iterable[str]) 
     layers = {name.layer for name in parsed if name.layer is not None and name.block == divided}
     experts = {name.expert for name in parsed if name.expert is not None}
     table = word_embeddings_in(names)
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if layers:
-        found["num_layers"] = 1 + max(layers)
-        found["num_experts"] = 1 + max(experts) if experts else None
+        config["num_layers"] = 1 + max(layers)
+        config["num_experts"] = 1 + max(experts) if experts else None
     if table is not None and table in arrays:
-        found["padded_vocab_size"], found["hidden_size"] = arrays[table].shape[:2]
+        config["padded_vocab_size"], config["hidden_size"] = arrays[table].shape[:2]
     if table is not None:
-        found["untie_embeddings_and_output_weights"] = any(map(is_output_layer, names))
+        config["untie_embeddings_and_output_weights"] = any(map(is_output_layer, names))
     if any("position_embeddings" in name for name in names):
-        found["position_embedding_type"] = "learned_absolute"
+        config["position_embedding_type"] = "learned_absolute"
     if gradients := _gradients_in_fp32(arrays):
-        found["accumulate_allreduce_grads_in_fp32"] = gradients == {"float32"}
-    return found
+        config["accumulate_allreduce_grads_in_fp32"] = gradients == {"float32"}
+    return config
 
 
 def _groups(index: DcpIndex) -> dict[int, int]:
     """Return how many groups each chained optimizer has in flat buffers: one per model-parallel rank."""
-    found: dict[int, set[int]] = {}
+    group_numbers: dict[int, set[int]] = {}
     for key in (*index.arrays, *index.objects):
         if match := _GROUP.match(key):
-            found.setdefault(int(match[1] or 0), set()).add(int(match[2]))
-    return {child: 1 + max(groups) for child, groups in sorted(found.items())}
+            group_numbers.setdefault(int(match[1] or 0), set()).add(int(match[2]))
+    return {child: 1 + max(groups) for child, groups in sorted(group_numbers.items())}
 
 
 def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
@@ -134,5 +134,5 @@ def _writers(index: DcpIndex) -> set[int]:
 
 def _gradients_in_fp32(arrays: Mapping[str, StoredArray]) -> set[str]:
     """Return the dtypes of gradients of parameters that are not fp32, from the keys of flat buffers."""
-    found = (match for key in arrays if (match := _DTYPES.search(key)))
-    return {match[2] for match in found if match[1] != "float32"}
+    matches = (match for key in arrays if (match := _DTYPES.search(key)))
+    return {match[2] for match in matches if match[1] != "float32"}

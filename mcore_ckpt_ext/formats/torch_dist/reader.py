@@ -126,9 +126,9 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 hint=INTERRUPTED,
             )
         if not isinstance(common, dict):
-            found = type(common)
+            common_type = type(common)
             where = str(self.folder)
-            raise UnreadableCheckpointError("the common state is not a dict", found=found, where=where)
+            raise UnreadableCheckpointError("the common state is not a dict", found=common_type, where=where)
         return common
 
     @cached_property
@@ -181,7 +181,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     def _unread_keys(self) -> Iterator[UnreadState]:
         """Yield arrays and objects of the index that are not read."""
-        claimed = {key for _, own in recognized(self._optimizer_keys) for key in own}
+        claimed = {key for _, keys in recognized(self._optimizer_keys) for key in keys}
         for key, array in self.index.arrays.items():
             if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
                 nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
@@ -212,29 +212,29 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
         Flat formats store them in separate objects, model-space formats in the common state.
         """
-        found: list[dict[str, Any]] = []
+        groups: list[dict[str, Any]] = []
         for key in self._keys(_STATE_OBJECTS):
-            found.extend(checked_groups(self._values(key)["param_groups"]))
+            groups.extend(checked_groups(self._values(key)["param_groups"]))
         for child in self._common_optimizers():
             # In an fp32 job the entry is torch's own dict (`FP32Optimizer`, megatron/core/optimizer/optimizer.py).
             inner = child.get("optimizer") or child
             # torch's Adam stores a step for each parameter, all of them equal.
             step = (inner.get("state") or {}).get("common_step")
             counted = {} if step is None else {"step": int(step)}
-            found.extend({**counted, **group} for group in inner.get("param_groups", []))
-        return found
+            groups.extend({**counted, **group} for group in inner.get("param_groups", []))
+        return groups
 
     @override
     def chained_optimizer_settings(self) -> list[dict[str, Any]]:
         if all(encoding.distributed for encoding in encodings_named(self.stored_optimizer_format)):
             return []
-        found = []
+        children = []
         for number, child in enumerate(self._common_optimizers()):
             mark = f"chained_{number}."
             stored = [self._values(key)["param_groups"] for key in self._keys(_STATE_OBJECTS) if key.startswith(mark)]
             groups = [group for of_rank in stored for group in checked_groups(of_rank)]
-            found.append({**child, "optimizer": {"param_groups": once(groups)}} if groups else child)
-        return found
+            children.append({**child, "optimizer": {"param_groups": once(groups)}} if groups else child)
+        return children
 
     def grad_scaler(self) -> dict[str, Any] | None:
         """Return the state of the gradient scaler (fp16 only)."""
@@ -260,22 +260,22 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        found = dict(self._weights_source.extra_states()) if self._weights_source else {}
+        states = dict(self._weights_source.extra_states()) if self._weights_source else {}
         for key, _, shard in (name.rpartition("/shard_") for name in self.index.objects):
             if is_extra_state(key):
                 offsets = [int(number) for number in shard.partition("_")[0].split(".")]
                 value = self._values(f"{key}/shard_{shard}")
-                found[name_at(key, offsets[: stacked_axes(key)])] = value
-        return found
+                states[name_at(key, offsets[: stacked_axes(key)])] = value
+        return states
 
     @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        found = {}
+        states = {}
         for key in self.index.objects:
             if key.startswith(_RANDOM_STATE):
                 place = key.removeprefix(_RANDOM_STATE).partition("_")[0]
-                found[tuple(int(number) for number in place.split("."))] = self._values(key)
-        return found
+                states[tuple(int(number) for number in place.split("."))] = self._values(key)
+        return states
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Yield all torch archives of the checkpoint as (file, offset, length)."""

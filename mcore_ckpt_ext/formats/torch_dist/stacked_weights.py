@@ -69,9 +69,9 @@ class StackedWeights(StoredOnce):
         if key not in self._by_index:
             stacked = stacked_axes(key)
             by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
-            one = (1,) * stacked
+            ones = (1,) * stacked
             for chunk in self._arrays[key].chunks:
-                if chunk.sizes[:stacked] == one:  # the usual case in large checkpoints
+                if chunk.sizes[:stacked] == ones:  # the usual case in large checkpoints
                     by_index.setdefault(chunk.offsets[:stacked], []).append((chunk, 0))
                     continue
                 inner = prod(chunk.sizes[stacked:])

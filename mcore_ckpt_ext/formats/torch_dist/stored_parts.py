@@ -46,8 +46,8 @@ def _gathered(index: DcpIndex, keys: Sequence[str], buffers: Callable[[], Sequen
         for key in keys:
             yield StoredPart(index.objects[key].file, UNKNOWN, key, index.objects[key].length)
     else:
-        for one in of_optimizer:
-            yield from _flat(one)
+        for flat_buffers in of_optimizer:
+            yield from _flat(flat_buffers)
 
 
 def _flat(buffers: Buffers) -> Iterator[StoredPart]:

@@ -285,8 +285,8 @@ def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterato
         sizes = (min(step, rows - first), *shape[1:]) if shape else ()
         offsets = (first, *(0 for _ in shape[1:])) if shape else ()
         region = Region(tensor.name, offsets, sizes)
-        wanted = TargetSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
-        yield Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
+        target_slice = TargetSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+        yield Chunk(index + offsets, (1,) * len(index) + sizes, target_slice)
 
 
 def _common_dtype(tensors: Sequence[LogicalTensor]) -> str:
@@ -312,10 +312,10 @@ def _common_dtype(tensors: Sequence[LogicalTensor]) -> str:
 def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
     """Yield a tensor as one shard of the reshaped array."""
     region = Region.whole(tensor.name, tensor.shape)
-    wanted = TargetSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+    target_slice = TargetSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
     axes = len(index) + len(tensor.shape)
     offsets = index + (0,) * (len(tensor.shape) + 1)
-    yield Chunk(offsets, (1,) * axes + (region.numel,), wanted)
+    yield Chunk(offsets, (1,) * axes + (region.numel,), target_slice)
 
 
 def _dotted(numbers: Sequence[int]) -> str:
@@ -338,13 +338,13 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
     has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
     written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
     output = written.output()
-    if (own := checkpoint.format_reader.run_config()) is not None:
-        output = with_files(output, small_file(RUN_CONFIG, own.encode()))
+    if (stored_config := checkpoint.format_reader.run_config()) is not None:
+        output = with_files(output, small_file(RUN_CONFIG, stored_config.encode()))
     elif target.for_bridge:
         run_config, notes = run_config_file(checkpoint, written.carries_random_states)
         output = with_notes(with_files(output, run_config, small_file(TRAIN_STATE, train_state(checkpoint))), notes)
-    found = iteration(checkpoint, target, output)
+    plan = iteration(checkpoint, target, output)
     if not target.for_bridge or checkpoint.is_release:
-        return found
+        return plan
     latest = small_file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)
-    return replace(found, output=replace(found.output, files=[*found.output.files, latest]))
+    return replace(plan, output=replace(plan.output, files=[*plan.output.files, latest]))
