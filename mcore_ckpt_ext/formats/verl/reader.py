@@ -32,8 +32,8 @@ class VerlCheckpoint(TorchDistCheckpoint):
     @classmethod
     @override
     def recognizes(cls, folder: Path) -> bool:
-        own = any((folder / name).exists() for name in (CONFIG_FILE, METADATA_FILE))
-        return not own and bool(_parts(folder))
+        has_metadata = any((folder / name).exists() for name in (CONFIG_FILE, METADATA_FILE))
+        return not has_metadata and bool(_parts(folder))
 
     @override
     def _read_index(self) -> DcpIndex:
@@ -44,16 +44,16 @@ class VerlCheckpoint(TorchDistCheckpoint):
             index = self.folder_index.below(part).content
             arrays |= {key: _below(part, array) for key, array in index.arrays.items()}
             shapes |= index.natural_shapes
-            found = {key: place._replace(file=f"{part}/{place.file}") for key, place in index.objects.items()}
-            objects |= {key: place for key, place in found.items() if key != COMMON_OBJECT}
+            places = {key: place._replace(file=f"{part}/{place.file}") for key, place in index.objects.items()}
+            objects |= {key: place for key, place in places.items() if key != COMMON_OBJECT}
         return DcpIndex(arrays, objects, shapes, has_plans=True)
 
     @override
     def _read_common(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        common: dict[str, Any] = {}
         for part in _parts(self.folder):
-            found |= TorchDistCheckpoint(self.folder / part, index=self.folder_index.below(part)).common
-        return found
+            common |= TorchDistCheckpoint(self.folder / part, index=self.folder_index.below(part)).common
+        return common
 
 
 def _below(part: str, array: StoredArray) -> StoredArray:
