@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, format_error, format_ranks
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, counted, format_error, format_ranks
 from mcore_ckpt_ext.group_device import control_device
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
@@ -337,5 +337,5 @@ def _listed(reasons: dict[int, str]) -> str:
     for rank, reason in ({rank: text for rank, text in reasons.items() if text} or reasons).items():
         ranks_of.setdefault(reason, []).append(rank)
     lines = [f"rank {format_ranks(ranks)}: {reason}" for reason, ranks in ranks_of.items()]
-    more = f"\n  and {len(lines) - _SHOWN} more reasons" if len(lines) > _SHOWN else ""
+    more = f"\n  and {counted(len(lines) - _SHOWN, 'more reason')}" if len(lines) > _SHOWN else ""
     return "\n  ".join(lines[:_SHOWN]) + more

@@ -251,6 +251,17 @@ def unreadable_file(message: str, error: OSError, path: object) -> UnreadableChe
     return kind(message, found=error.strerror or str(error), where=str(path), hint=io_hint(error))
 
 
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun, or noun and verb: `1 tensor`, `2,000 tensors`, `1 file is`.
+
+    Args:
+        number: how many there are.
+        singular: the words for one.
+        plural: those for several, if that is not `singular` and an s.
+    """
+    return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
+
+
 def join_some(names: Sequence[str], limit: int = 4) -> str:
     """Join the first names and the number of the others: `a, b, c, d and 12 more`."""
     more = len(names) - limit

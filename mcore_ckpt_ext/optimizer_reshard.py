@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore_ckpt_ext.collectives import rank_and_size
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.formats.accounts import Account, account_of_load
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -65,11 +66,13 @@ class Summary:
     """What was read of the checkpoint, and what was not looked at."""
 
     def __str__(self) -> str:
-        changed = f"; {self.changed} weights halfway between two values took the value that this optimizer writes"
+        changed = (
+            f"; {counted(self.changed, 'weight')} halfway between two values took the value that this optimizer writes"
+        )
         fresh = f"; {self.new:,} elements that the checkpoint's model does not have keep their initialization"
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
-            f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
+            f"{self.bytes_read / 1e6:,.1f} MB read, {counted(self.parameters, 'parameter')} {self.certainty} "
             f"({self.elements:,} elements, placed by {' and '.join(self.order_sources)}), {self.seconds:.1f} s; "
             f"iteration {self.iteration} was loaded"
             f"{self.vocabulary}{fresh if self.new else ''}{changed if self.changed else ''}"

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message, summar
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import UsageError, format_bytes
+from mcore_ckpt_ext.errors import UsageError, counted, format_bytes
 from mcore_ckpt_ext.formats.hugging_face.options import DTYPES, EXPORTED_KINDS, QUANTIZATIONS
 from mcore_ckpt_ext.formats.target import LAYER_SPECS
 from mcore_ckpt_ext.formats.torch_dist.options import LOOPS
@@ -238,4 +238,5 @@ def _done(report: Report) -> Iterator[str]:
         yield f"verified: {report.proven_elements:,} masters {report.how}"
     if report.lost:
         lost = sum(report.lost.values())
-        yield f"LOST in the source: {lost:,} elements of {len(report.lost)} parameters; their moments are zero"
+        parameters = counted(len(report.lost), "parameter")
+        yield f"LOST in the source: {counted(lost, 'element')} of {parameters}; their moments are zero"

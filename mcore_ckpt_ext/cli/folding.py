@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from mcore_ckpt_ext.errors import format_bytes
+from mcore_ckpt_ext.errors import counted, format_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -35,7 +35,7 @@ def left_out_rows(items: Iterable[UnreadState]) -> Iterator[LeftOut]:
     """Yield a row for each key; keys that differ only in numbers share one, since there may be thousands."""
     for group in alike(items, lambda item: (item.carried, item.why, without_numbers(item.key))):
         first = group[0]
-        others = "" if len(group) == 1 else f" and {len(group) - 1:,} similar key{'s' if len(group) > 2 else ''}"
+        others = "" if len(group) == 1 else f" and {counted(len(group) - 1, 'similar key')}"
         size = format_bytes(sum(item.nbytes for item in group))
         yield LeftOut(first.key + others, size, first.why or "unknown key", first.carried)
 

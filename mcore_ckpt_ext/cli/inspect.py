@@ -12,7 +12,7 @@ from mcore_ckpt_ext.cli.folding import alike, left_out_rows, without_numbers
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_place, inspection_page
 from mcore_ckpt_ext.cli.report import report
-from mcore_ckpt_ext.errors import format_bytes
+from mcore_ckpt_ext.errors import counted, format_bytes
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
@@ -147,14 +147,14 @@ def _folded_row(files: Sequence[StoredFile]) -> tuple[object, ...]:
     each = smallest if smallest == largest else f"{smallest} to {largest}"
     return (
         f"{files[0].file} to {files[-1].file}",
-        f"{len(files):,} files" + (f" from ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else ""),
+        counted(len(files), "file") + (f" from ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else ""),
         each if sizes else Painted("MISSING", BAD),
-        f"{sum(file.records for file in files):,} records, {format_bytes(sum(sizes))} in all",
+        f"{counted(sum(file.records for file in files), 'record')}, {format_bytes(sum(sizes))} in all",
     )
 
 
 def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count:,} ranks"
+    return counted(count, "rank")
 
 
 def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
@@ -162,7 +162,7 @@ def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
     who = "" if file.rank is None else f"rank {file.rank}, writer {file.writer}"
     size: object = Painted("MISSING", BAD) if file.bytes_on_disk is None else format_bytes(file.bytes_on_disk)
     tensors = len(file.tensors)
-    held = f": {', '.join(file.tensors)}" if with_names else f" of {tensors:,} tensor{'s' if tensors != 1 else ''}"
+    held = f": {', '.join(file.tensors)}" if with_names else f" of {counted(tensors, 'tensor')}"
     place = f"{who} ({file.place})" if who else file.place
     return file.file, place, size, f"{file.records:,} records{held}"
 

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.cli.json_output import check_result_file, print_result, writ
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, message, table
 from mcore_ckpt_ext.cli.ranks import place_among_ranks, variables_of_srun
 from mcore_ckpt_ext.cli.sizes import parse_count
-from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.errors import UsageError, counted
 from mcore_ckpt_ext.selftest.report import Outcome, Report, Row, passed
 from mcore_ckpt_ext.storage.paths import local_path
 
@@ -76,7 +76,7 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
 
     jobs = plan(machine)
     ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks} ranks"
-    message(f"{sum(not job.skipped for job in jobs)} jobs on {ranks}; about three minutes")
+    message(f"{counted(sum(not job.skipped for job in jobs), 'job')} on {ranks}; about three minutes")
     rows, folder = running.run(jobs, start, arguments.folder)
     report = Report(
         passed(rows), machine.ranks, device_name(), versions(), rows, None if folder is None else str(folder)

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.cli.page import check_place, verification_page, write_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, counted
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _show(found: Verification, *, show_all: bool) -> None:
         rest = found.account.in_words if found.account else ""
         line(Painted("; ".join(filter(None, (f"sound{depth}", rest))), GOOD))
     else:
-        line(Painted(f"NOT SOUND: {errors} error{'s' if errors > 1 else ''}", BAD))
+        line(Painted(f"NOT SOUND: {counted(errors, 'error')}", BAD))
 
 
 def _kind_of_finding(finding: Finding) -> tuple[str, str, str]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from mcore_ckpt_ext.errors import escape
+from mcore_ckpt_ext.errors import counted, escape, join_some
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.storage.archive_writer import archive_of
@@ -148,7 +148,9 @@ def _side_by_side(content: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
 
 def about_emptied(emptied: Sequence[str]) -> list[str]:
     """Report states that could be neither split nor joined."""
-    return [f"extra states of {len(emptied)} modules are {_ABOUT}: {escape(emptied[0])} and so on"] if emptied else []
+    if not emptied:
+        return []
+    return [f"extra states of {counted(len(emptied), 'module')} are {_ABOUT}: {join_some([*map(escape, emptied)], 1)}"]
 
 
 def content_of(state: Any) -> bytes | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, join_some
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
@@ -74,7 +74,7 @@ def merged_view(
         return [item for source in sources for item in source.unread(objects=objects)]
 
     notes = [
-        f"adapters are merged into {len(merged)} weights, in fp32, and rounded once",
+        f"adapters are merged into {counted(len(merged), 'weight')}, in fp32, and rounded once",
         *about_norms(adapters, "this is"),
     ]
     return replace(

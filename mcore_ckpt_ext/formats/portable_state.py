@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, escape, format_value
+from mcore_ckpt_ext.errors import (
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    counted,
+    escape,
+    format_value,
+    join_some,
+)
 from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -114,8 +121,8 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
     if not emptied:
         return written, []
     return written, [
-        f"extra states of {len(emptied)} modules are written empty, for they hold pickles with other classes than "
-        f"this package writes (fp8 scaling is reinitialized): {escape(emptied[0])} and so on"
+        f"extra states of {counted(len(emptied), 'module')} are written empty, for they hold pickles with other "
+        f"classes than this package writes (fp8 scaling is reinitialized): {join_some([*map(escape, emptied)], 1)}"
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.formats.expert_states import content_of
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
 from mcore_ckpt_ext.formats.parts import lazy
@@ -93,12 +93,14 @@ def _messages(source: CheckpointView, names: list[str], written: Mapping[str, An
     """Return notes for a user of the checkpoint under the other layer spec."""
     source_states = source.extra_states()
     changed = sum(old != new for old, new in zip(source.names(WEIGHT), names, strict=True))
-    messages = [f"for the layer spec {spec}: {changed} norms have other names"] if changed else []
+    norms = counted(changed, "norm has another name", "norms have other names")
+    messages = [f"for the layer spec {spec}: {norms}"] if changed else []
     if spec == ENGINE:
         count = sum(source_states.get(name) is None for name in written)
-        messages.append(f"{count} extra states that the source does not have start empty, as in a fresh model")
+        messages.append(f"{counted(count, 'extra state')} that the source does not have: empty, as in a fresh model")
     elif scaled := sum(bool(content_of(state)) for name, state in source_states.items() if written.get(name) is None):
-        messages.append(f"{scaled} extra states are left out, with their fp8 scaling: the local spec has no fp8")
+        lost = counted(scaled, "extra state is", "extra states are")
+        messages.append(f"{lost} left out, with their fp8 scaling: the local spec has no fp8")
     if source.arguments.moe_grouped_gemm and spec != ENGINE:
         messages.append("the local spec has experts one by one: without --moe-grouped-gemm")
     return messages

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.arguments.kinds import is_whole
 from mcore_ckpt_ext.job.arguments.model import ModelTable
 from mcore_ckpt_ext.job.arguments.row import PartialArguments, rows_of
@@ -60,7 +60,7 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
             raise self._refused("num_experts", f"{self.num_experts} in each of {layers} layers", "far fewer in all")
         if isinstance(pattern, Sequence) and len(pattern) < layers:
-            raise self._refused("moe_layer_freq", f"{len(pattern)} items", f"one for each of {layers} layers")
+            raise self._refused("moe_layer_freq", counted(len(pattern), "item"), f"one for each of {layers} layers")
 
     @classmethod
     def of(

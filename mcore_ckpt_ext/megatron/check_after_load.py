@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.collectives import gather, listed_of_all
-from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.live.master_check import STRETCH, LiveMismatch, live_mismatches
@@ -83,9 +83,10 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | N
     if not found:
         return all(comparison.found is not None and not comparison.has_remainders for comparison in comparisons)
     names = list(dict.fromkeys(item.name for item in found))
-    more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
+    more = f"; and {counted(len(names) - _SHOWN, 'more parameter')}" if len(names) > _SHOWN else ""
     error = ProofError(
-        f"after this load {len(names)} parameters have masters that do not round to their weights: the first step "
+        f"after this load {counted(len(names), 'parameter has', 'parameters have')} masters that do not round to "
+        "their weights: the first step "
         "would overwrite the weights with something else",
         found="; ".join(str(next(item for item in found if item.name == name)) for name in names[:_SHOWN]) + more,
         expected="every master rounds to its weight, bit for bit; of masters in CPU memory, one of every "
@@ -113,7 +114,7 @@ def repair_shifted(session: LoadSession, chunks: Chunks, optimizer: Any, argumen
     prepared = prepare(session, chunks, optimizer, running, ResumeOptions(accept_lost=ACCEPT_LOST.value))
     proven = prepared.prove()
     lost = f", {prepared.lost_elements} lost elements took their weights, with zero moments"
-    repaired = f"{len(names)} parameters of this checkpoint were written shifted by Megatron and are repaired"
+    repaired = f"repaired, because Megatron wrote them shifted: {counted(len(names), 'parameter')} of this checkpoint"
     announce(f"{repaired}{lost if prepared.lost_elements else ''}; {proven.fill()}")
 
 

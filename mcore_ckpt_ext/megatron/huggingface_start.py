@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, is_first_rank
-from mcore_ckpt_ext.errors import CheckpointError, with_indefinite_article
+from mcore_ckpt_ext.errors import CheckpointError, counted, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.forward_pass import notes_on
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -59,7 +59,7 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
             left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
         check_vocabulary(checkpoint, chunks)
         if checkpoint.left_out:
-            left_out.append(f"{len(checkpoint.left_out)} tensors without an equivalent in Megatron")
+            left_out.append(f"{counted(len(checkpoint.left_out), 'tensor')} without an equivalent in Megatron")
         return checkpoint.view
 
     exists = overridden(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)

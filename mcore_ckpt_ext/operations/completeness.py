@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, join_some
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, counted, join_some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.registry import format_of
@@ -167,7 +167,9 @@ def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iter
     path = reader.folder / file
     if not path.is_file():
         keys = list(dict.fromkeys(record.key for record in records))
-        yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {join_some(keys)}", path.name)
+        yield error(
+            COMPLETE, str(path), f"missing; it held {counted(len(records), 'record')}, of {join_some(keys)}", path.name
+        )
         return
     try:
         size = reader.size(file)

@@ -8,7 +8,7 @@ from math import isfinite, prod
 
 import numpy as np
 
-from mcore_ckpt_ext.errors import ContentError, join_some
+from mcore_ckpt_ext.errors import ContentError, counted, join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.lazy_torch import torch
@@ -155,7 +155,8 @@ class ContentCheck:
         for copy in compared_copies(self._checkpoint, kind, name, self._transfer):
             report.copied += copy.elements
             if copy.different:
-                what = f"copy {copy.number} differs from the first in {copy.different:,} elements ({copy.places})"
+                elements = counted(copy.different, "element")
+                what = f"copy {copy.number} differs from the first in {elements} ({copy.places})"
                 judged = warning if is_left_by_offload(self._checkpoint, kind, name) else error
                 report.findings.append(judged(COPIES, f"{kind} {name}", what))
 
@@ -254,7 +255,7 @@ def check_parameters(
         results.checks.append(Check(MASTERS, what))
     if copied := sum(report.copied for report in reports):
         results.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
-    results.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
+    results.checks.append(Check(VALUES, counted(sum(report.elements for report in reports), "element")))
     return [digest for report in reports for digest in report.digests]
 
 
@@ -276,9 +277,8 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterat
     where = f"{kind} {name}"
     if tally.first is not None:
         position, master, weight = tally.first
-        what = (
-            f"{tally.wrong:,} masters do not round to their weights; the first is {master!r} for the weight {weight!r}"
-        )
+        wrong = counted(tally.wrong, "master does not round to its weight", "masters do not round to their weights")
+        what = f"{wrong}; the first is {master!r} for the weight {weight!r}"
         yield error(MASTERS, where, f"{what}, at {index_of(position, shape)}")
     yield from judge(where, tally)
 
@@ -287,7 +287,7 @@ def judge(where: str, tally: Tally, file: str | None = None, offset: int | None 
     """Report values that no training produces; `file` and `offset`: the tensor's place, if it has one."""
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):
-        what = join_some([f"{count:,} elements are {what}" for count, what in odd if count])
+        what = join_some([f"{counted(count, 'element is', 'elements are')} {what}" for count, what in odd if count])
         yield warning(VALUES, where, what, file, offset)
 
 

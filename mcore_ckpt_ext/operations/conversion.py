@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.communicator import Communicator, SingleProcess, on_all, total
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import DestinationError, ProofError, reraise_as_unreadable
+from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -311,7 +311,7 @@ def _check_readable(folder: Path, source: CheckpointView, laid_out: OutputPlan) 
         if sorted(written.names(kind)) != expected:
             raise DestinationError(
                 "the written checkpoint differs from the source when read back; nothing was published",
-                found=f"{len(written.names(kind))} tensors of {kind}",
+                found=f"{counted(len(written.names(kind)), 'tensor')} of {kind}",
                 expected=f"{len(expected)}",
                 where=str(folder),
             )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from math import prod
 from operator import sub
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted
 from mcore_ckpt_ext.formats.grid import grid_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -58,7 +58,7 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
         yield error(COVERED, where, what)
     twice = sum(stored.slice.numel for stored in first) + absent - whole.numel
     if twice:
-        yield error(COVERED, where, f"{twice:,} elements are stored more than once")
+        yield error(COVERED, where, f"{counted(twice, 'element is', 'elements are')} stored more than once")
 
 
 def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
@@ -121,7 +121,7 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
     if missing:
         yield error(COVERED, where, f"{missing:,} of {array.numel:,} elements are not stored anywhere")
     if twice:
-        yield error(COVERED, where, f"{twice:,} elements are stored more than once")
+        yield error(COVERED, where, f"{counted(twice, 'element is', 'elements are')} stored more than once")
 
 
 def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
@@ -221,5 +221,5 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
             if rank not in present:
                 absent.setdefault(str(rank), []).append(name)
     for place, names in absent.items():
-        what = f"its optimizer state is missing; it had {len(names)} parameters, the first is {names[0]}"
+        what = f"its optimizer state is missing; it had {counted(len(names), 'parameter')}, the first is {names[0]}"
         yield error(COVERED, place, what)

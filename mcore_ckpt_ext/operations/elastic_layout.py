@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, reraise_as_unreadable
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, format_bytes, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
@@ -295,7 +295,7 @@ def _refusal(
     reasons = list(dict.fromkeys(f"{layout}: {reason}" for layout, reason in found.reasons))
     needed = "" if found.least_memory is None else f"; the smallest needs {format_bytes(found.least_memory)} of a GPU"
     return UnsupportedCheckpointError(
-        f"no layout of {gpus} GPU{'s' if gpus > 1 else ''} keeps the training of {old}",
+        f"no layout of {counted(gpus, 'GPU')} keeps the training of {old}",
         found="; ".join(reasons[:_SHOWN]) or "no sizes to try",
         expected=f"a layout that Megatron accepts, with the same global batch{needed}"
         + ("" if gpu_memory is None else f", which has {format_bytes(gpu_memory)}"),

@@ -15,6 +15,7 @@ from mcore_ckpt_ext.communicator import on_first
 from mcore_ckpt_ext.errors import (
     ContentError,
     UnreadableCheckpointError,
+    counted,
     reraise_as_unreadable,
     unreadable_file,
 )
@@ -171,11 +172,11 @@ def compare(
             results.findings.append(error(RECORDED_FILES, str(folder / name), what, name))
     for name in sorted(found.keys() - manifest.files.keys()):
         results.findings.append(error(RECORDED_FILES, str(folder / name), "it is not recorded", name))
-    results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {len(manifest.files):,} files"))
+    results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {counted(len(manifest.files), 'file')}"))
     if len(results.findings) > before or not files_suffice:
         compare_tensors(manifest, content, digests, workers, results)
     elif manifest.has_tensors:
-        what = f"{len(manifest.tensors):,} tensors, in files that are as recorded"
+        what = f"{counted(len(manifest.tensors), 'tensor')}, in files that are as recorded"
         results.checks.append(Check(RECORDED_TENSORS, what))
 
 
@@ -194,7 +195,7 @@ def compare_tensors(
         return
     for tensor, what in differing(manifest.tensors, found):
         results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", what))
-    results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {len(manifest.tensors):,} tensors"))
+    results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
 
 
 def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers: Workers) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -42,10 +42,14 @@ class StateCheck:
             optimizer = checkpoint.optimizer
             for buffers in optimizer.buffers:
                 results.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
-                results.checks.append(Check(COVERED, f"{len(buffers.groups):,} groups of flat optimizer arrays"))
+                results.checks.append(
+                    Check(COVERED, f"{counted(len(buffers.groups), 'group')} of flat optimizer arrays")
+                )
             if not optimizer.buffers:
                 results.findings.extend(check_state(checkpoint))
-                results.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
+                results.checks.append(
+                    Check(COVERED, f"optimizer state of {counted(len(optimizer.names()), 'parameter')}")
+                )
 
     def recover(self) -> bool:
         """Check everything but the elements, and recover the packing of flat buffers.
@@ -71,7 +75,7 @@ class StateCheck:
             optimizer = checkpoint.optimizer
             if all(map(self._recover_packing, optimizer.buffers)):
                 findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
-                what = f"optimizer state of {len(optimizer.names()):,} parameters"
+                what = f"optimizer state of {counted(len(optimizer.names()), 'parameter')}"
                 self._results.checks.append(Check(COVERED, what))
                 return True
         return False
@@ -96,7 +100,7 @@ class StateCheck:
         if recovered and optimizer.digests:
             problems = differing(optimizer)
             findings.extend(error(DIGESTS, sidecar, problem) for problem in problems)
-            checks.append(Check(DIGESTS, f"state of {len(optimizer.names()):,} parameters as it was saved"))
+            checks.append(Check(DIGESTS, f"state of {counted(len(optimizer.names()), 'parameter')} as it was saved"))
             return recovered and not problems
         return recovered
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from math import prod
 
-from mcore_ckpt_ext.errors import ContentError
+from mcore_ckpt_ext.errors import ContentError, counted
 from mcore_ckpt_ext.formats.listing import About, ListedTensor, Listing
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.operations.content import Tally, count_values, judge
@@ -44,12 +44,13 @@ def check_listing(listing: Listing, results: Results) -> None:
     for one in listing.problems:
         kind = error if one.is_error else warning
         results.findings.append(kind(_CHECKS[one.about], one.where, one.what, one.file, one.offset))
-    files = "1 file" if listing.files == 1 else f"{listing.files:,} files"
-    results.checks.append(Check(COMPLETE, f"{files}, {len(listing.tensors):,} tensors"))
+    results.checks.append(
+        Check(COMPLETE, f"{counted(listing.files, 'file')}, {counted(len(listing.tensors), 'tensor')}")
+    )
     if listing.dtypes:
         results.checks.append(Check(DTYPES, listing.dtypes))
     if scales := sum(tensor.is_scale for tensor in listing):
-        results.checks.append(Check(SCALES, f"{scales:,} tensors of scales"))
+        results.checks.append(Check(SCALES, f"{counted(scales, 'tensor')} of scales"))
 
 
 def listed_bytes(listing: Listing) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, format_bytes, join_some
 from mcore_ckpt_ext.formats.accounts import Account, account_of, together
 from mcore_ckpt_ext.formats.canonical.options import Canonical
 from mcore_ckpt_ext.formats.unread_state import UnreadState, is_of_optimizer
@@ -110,7 +110,9 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     possible = adam if target.for_adam else even or target.for_any_optimizer
     if checkpoint.param_groups() and possible:
         return
-    found = f"{checkpoint.optimizer_format}: " + ", ".join(f"{k} of {len(names[k])} parameters" for k in names)
+    found = f"{checkpoint.optimizer_format}: " + ", ".join(
+        f"{k} of {counted(len(names[k]), 'parameter')}" for k in names
+    )
     raise UnsupportedCheckpointError(
         f"this optimizer cannot be written as {target.name}: it would be lost",
         found=found if checkpoint.param_groups() else f"{found}; no parameter groups",

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.errors import (
     UnsafePickleError,
     UnsupportedCheckpointError,
     UsageError,
+    counted,
     format_bytes,
     join_some,
     reraise_as_unreadable,
@@ -233,7 +234,7 @@ class _Run:
 
     def _check_weights(self, checkpoint: CheckpointView, described: Collection[str] = ()) -> None:
         self.results.findings.extend(check_kind(checkpoint, WEIGHT))
-        self.results.checks.append(Check(COVERED, f"{len(checkpoint.names(WEIGHT)):,} weights"))
+        self.results.checks.append(Check(COVERED, counted(len(checkpoint.names(WEIGHT)), "weight")))
         self._check_known(checkpoint, described)
 
     def _check_metadata(self, checkpoint: CheckpointView) -> set[str]:

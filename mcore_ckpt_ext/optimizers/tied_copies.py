@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.layout.master_check import bits_dtype
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
@@ -78,7 +79,9 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 
 def in_words(count: int) -> str:
     """Return a note for users who resume the checkpoint."""
+    tied = "of the tied word embeddings"
+    masters = counted(count, f"master {tied} differs", f"masters {tied} differ")
     return (
-        f"{count:,} masters of the tied word embeddings differ between pipeline stages, as --optimizer-cpu-offload may "
-        "leave them: those of the first stage are taken"
+        f"{masters} between pipeline stages, as --optimizer-cpu-offload may leave them: those of the first stage are "
+        "taken"
     )

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 NAME = "mcore_ckpt_ext"
@@ -80,6 +81,6 @@ def missing_extra_states_message(count: int, *, were_dropped: bool = False) -> s
         else "whose modules are of another kind"
     )
     return (
-        f"{count} extra states of this model's modules are not in the checkpoint, {why}: "
-        "they start empty, as in a fresh model"
+        f"{counted(count, 'extra state')} of this model's modules {'is' if count == 1 else 'are'} not in the "
+        f"checkpoint, {why}: they start empty, as in a fresh model"
     )

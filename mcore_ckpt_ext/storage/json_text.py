@@ -22,6 +22,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         for name, value in pairs:
-            if found[name] != value:
+            if found[name] is not value and found[name] != value:  # NaN does not equal itself
                 raise ValueError(f"an object has two entries {name[:80]!r}")
     return found

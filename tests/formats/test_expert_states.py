@@ -179,7 +179,7 @@ def test_experts_that_cannot_have_one_state(recipe: Any) -> None:
 def test_states_of_all_that_could_not_be_split_are_emptied() -> None:
     found, (note,) = of_each_expert({GROUPED: as_bytes(b"\1"), OTHER: as_bytes(b"\2")}, 2)
     assert [content_of(state) for state in found.values()] == [b"", b"", b"\2"]
-    assert note.startswith("extra states of 1 modules are written empty, because one stored state covers several")
+    assert note.startswith("extra states of 1 module are written empty, because one stored state covers several")
 
 
 @pytest.mark.parametrize("state", [io.BytesIO(b"scales"), as_bytes(b"scales")])

@@ -170,7 +170,7 @@ def test_damage_stops_every_rank_before_anything_is_written(outcomes: Outcomes) 
 
 def test_a_weight_that_is_not_its_masters_stops_every_rank(outcomes: Outcomes) -> None:
     for rank in outcomes["another weight"]:
-        assert rank["error"].startswith("ProofError: after this load 1 parameters have masters that do not round")
+        assert rank["error"].startswith("ProofError: after this load 1 parameter has masters that do not round")
         assert f"{MATRIX}, element 5: master " in rank["error"]
 
 

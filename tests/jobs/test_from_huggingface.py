@@ -90,7 +90,8 @@ def test_weights_that_are_no_numbers_are_no_beginning(started: Results) -> None:
     result = started["diverged"]
     assert result.returncode != 0
     assert "1 of " in result.output
-    assert "elements are NaN or infinite; where: decoder.layers.3.mlp.linear_fc2.weight" in result.output
+    assert "; where: decoder.layers.3.mlp.linear_fc2.weight" in result.output
+    assert "found: NaN or infinite: " in result.output
 
 
 def test_a_job_begins_with_the_folder_and_goes_on_from_its_own_checkpoint(started: Results) -> None:

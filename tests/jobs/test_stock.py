@@ -77,7 +77,7 @@ def test_the_recorder_sees_what_is_not_passed_through(outcomes: Outcomes) -> Non
 def test_a_stock_load_is_verified_and_stops_the_job_on_every_rank(outcomes: Outcomes) -> None:
     for rank in outcomes["a master is wrong"]:
         assert rank["passed_through"] == [True]
-        assert rank["error"].startswith("ProofError: after this load 1 parameters have masters that do not round")
+        assert rank["error"].startswith("ProofError: after this load 1 parameter has masters that do not round")
         assert f"{MATRIX}, element {ELEMENT}: master " in rank["error"]
         assert "one of every 3 stretches of 131,072 elements was compared" in rank["error"]
         assert "MCORE_CKPT_EXT_PROOF=warn" in rank["error"]

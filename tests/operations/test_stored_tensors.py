@@ -147,9 +147,9 @@ DEFECTS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
     "extra key": (extra_key, "error", COVERED, "a model.layers.0.self_attn.surplus"),
     "missing key": (missing_key, "error", COVERED, f"no {QUERY}"),
     "wrong shape": (changed(QUERY, lambda tensor: tensor[:16]), "error", COVERED, f"{QUERY} is (16, 32), not (32, 32)"),
-    "wrong dtype": (changed(QUERY, lambda tensor: tensor.float()), "warning", DTYPES, "1 tensors are in float32"),
-    "NaN": (in_place(QUERY, float("nan")), "warning", VALUES, "1 elements are NaN"),
-    "infinite": (in_place(LAST, float("-inf")), "warning", VALUES, "1 elements are infinite"),
+    "wrong dtype": (changed(QUERY, lambda tensor: tensor.float()), "warning", DTYPES, "1 tensor is in float32"),
+    "NaN": (in_place(QUERY, float("nan")), "warning", VALUES, "1 element is NaN"),
+    "infinite": (in_place(LAST, float("-inf")), "warning", VALUES, "1 element is infinite"),
 }  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def test_an_optimizer_that_the_target_does_not_have(target: mcore_ckpt_ext.targe
     save_file(tensors, file)
     index = tmp_path / "run" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(f'"{name}"', f'"{other}"'))
-    with pytest.raises(UnsupportedCheckpointError, match="cannot be written as.*momentum of 1 parameters.*--drop"):
+    with pytest.raises(UnsupportedCheckpointError, match="cannot be written as.*momentum of 1 parameter.*--drop"):
         mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "kept", mcore_ckpt_ext.Canonical())

@@ -127,7 +127,7 @@ def test_a_flipped_byte_is_named(damaged: Fixture, kind: str) -> None:
     proof = findings(result, MASTERS)
     if kind in (WEIGHT, FP32_PARAM):
         assert len(proof) == 1
-        assert proof[0].startswith(f"error fp32_param {MATRIX}: 1 masters do not round to their weights")
+        assert proof[0].startswith(f"error fp32_param {MATRIX}: 1 master does not round to its weight")
         assert proof[0].endswith("at (21, 28)")
     else:
         assert proof == [], "no proof reaches a moment; its checksum does"
@@ -362,7 +362,7 @@ def test_copies_that_differ_are_named(tmp_path: Path, name: str, kind: str, tens
     flip(path, position, bit=1)
     result = verify(fixture.run)
     (finding,) = findings(result, COPIES)
-    assert finding.startswith(f"error {kind} {tensor}: copy 1 differs from the first in 1 elements")
+    assert finding.startswith(f"error {kind} {tensor}: copy 1 differs from the first in 1 element")
     assert str(path.relative_to(fixture.iteration)) in finding
 
 
@@ -373,8 +373,8 @@ def test_values_that_no_training_leaves_are_counted(damaged: Fixture) -> None:
     put(*payload_position(checkpoint, EXP_AVG_SQ, MATRIX, 10), -1.0)
     result = verify(damaged.run)
     assert sorted(findings(result, VALUES)) == [
-        f"warning exp_avg {MATRIX}: 2 elements are NaN, 1 elements are infinite",
-        f"warning exp_avg_sq {MATRIX}: 1 elements are negative",
+        f"warning exp_avg {MATRIX}: 2 elements are NaN, 1 element is infinite",
+        f"warning exp_avg_sq {MATRIX}: 1 element is negative",
     ]
 
 
@@ -499,7 +499,7 @@ def test_slices_must_hold_every_element_once(
 @pytest.mark.parametrize(
     ("intervals", "expected"),
     [([(0, 5), (5, 9)], []), ([(5, 9), (0, 5)], []), ([(0, 5), (6, 9)], ["1 of 9 elements are not stored anywhere"]),
-     ([(0, 5), (4, 9)], ["1 elements are stored more than once"]),
+     ([(0, 5), (4, 9)], ["1 element is stored more than once"]),
      ([(0, 8)], ["1 of 9 elements are not stored anywhere"]),
      ([(0, 9), (2, 4)], ["2 elements are stored more than once"])],
 )  # fmt: skip

@@ -15,6 +15,7 @@ from mcore_ckpt_ext.errors import (
     ContentError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
+    counted,
     join_some,
     shorten,
 )
@@ -143,7 +144,9 @@ def _list_shard(
         listing.add("files", _below(below, index), f"it names no file of its folder: {shorten(repr(file))}")
         return
     if not (listing.folder / place).exists():
-        listing.add("files", place, f"missing; {index} lists {len(names)} tensors in it: {join_some(names, _SHOWN)}")
+        listing.add(
+            "files", place, f"missing; {index} lists {counted(len(names), 'tensor')} in it: {join_some(names, _SHOWN)}"
+        )
         return
     held = dict(list_file(listing, place))
     if place not in listing.unread:
@@ -201,7 +204,8 @@ def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantized: boo
             others[dtype].append(tensor)
     for dtype, tensors in others.items():
         names = join_some([tensor.name for tensor in tensors], _SHOWN)
-        message = f"{len(tensors):,} tensors are in {dtype}, where config.json states {declared}: {names}"
+        stored = f"{counted(len(tensors), 'tensor is', 'tensors are')} in {dtype}"
+        message = f"{stored}, where config.json states {declared}: {names}"
         listing.add("dtypes", tensors[0].extent.file, message, is_error=False)
     listing.dtypes = f"{declared}, as config.json states"
 

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.errors import (
     INTERRUPTED,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
+    counted,
     escape,
     format_value,
     join_some,
@@ -158,7 +159,7 @@ class RankFolders:
         if odd:
             raise UnreadableCheckpointError(
                 "the checkpoint does not have the rank folders of its own layout",
-                found=f"{len(states)} folders; {join_some(odd, 3)}",
+                found=f"{counted(len(states), 'folder')}; {join_some(odd, 3)}",
                 expected=f"one for each place in {layout}",
                 where=str(self._folder),
                 hint=INTERRUPTED,
@@ -273,7 +274,7 @@ class RankFolders:
             archive = TorchArchive(self._reader, file)
             state = archive.load()
             if not isinstance(state, dict):
-                raise UnreadableCheckpointError("a rank's state is not a dict", found=type(state), where=file)
+                raise UnreadableCheckpointError("a rank's state is not a dict", found=type(state).__name__, where=file)
             self._states[folder], self._contents[folder] = state, archive.content
         return self._states[folder]
 

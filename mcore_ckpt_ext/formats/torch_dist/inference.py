@@ -45,7 +45,7 @@ def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, known: Mapping[s
     sizes: dict[str, int] = {}
     if grid is not None:
         sizes = {PIPELINE: grid[0], TENSOR: grid[1]}
-    elif groups and (tensor := _bands(index.arrays) or known.get(TENSOR)) and groups[0] % tensor == 0:
+    elif 0 in groups and (tensor := _bands(index.arrays) or known.get(TENSOR)) and groups[0] % tensor == 0:
         sizes = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
     if not sizes or not groups:
         # If optimizers are not flat, files and chunks come from the last writer, which may be a converter.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt_ext.collectives import attempt, gather, listed_of_all, text_of
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.group_device import payload_device
 from mcore_ckpt_ext.layout.additive_checksum import added, running_digest, written
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
@@ -153,7 +154,7 @@ class Digests:
             self._digester.report_failure(text_of(error))
             return ()
         if failures:
-            self._digester.report_failure(f"{failures} ranks could not take theirs")
+            self._digester.report_failure(f"{counted(failures, 'rank')} could not take theirs")
             return ()
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
         for (child, group, name), total in zip(self._digester.places, sums, strict=True):

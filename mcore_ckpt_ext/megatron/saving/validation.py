@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt_ext.collectives import attempt, text_of
+from mcore_ckpt_ext.errors import counted
 
 
 def stored_bytes(metadata: Metadata) -> int:
@@ -33,7 +34,7 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
     lacking = [index for index in _expected(metadata) if index not in records] if planned != len(records) else []
     if lacking:
         total = len(lacking) + len(records)
-        yield f"{len(lacking)} of {total} records were not written by any rank, first {lacking[0].fqn}"
+        yield f"{len(lacking):,} of {counted(total, 'record')} were not written by any rank, first {lacking[0].fqn}"
     needed: dict[str, int] = {}
     for record in records.values():
         needed[record.relative_path] = max(needed.get(record.relative_path, 0), record.offset + record.length)

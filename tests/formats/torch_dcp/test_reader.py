@@ -101,7 +101,7 @@ def test_masters_that_are_not_those_of_their_weights(fsdp2: Fixture, tmp_path: P
     ("gone", "reason"),
     [
         (f"{MASTER}.0.1", "no state for it|of shape"),
-        ("model.decoder.final_layernorm.bias", "state of 3 parameters more"),
+        ("model.decoder.final_layernorm.bias", "state of 3 further parameters"),
         ("optimizer.optimizer.param_groups.0.step", "counts steps per parameter"),
         ("optimizer.optimizer.param_groups.0.wd_mult", "0 groups that fit"),
     ],
