@@ -100,12 +100,12 @@ def find(target: Target) -> type | None:
     for location in target.locations:
         module, _, name = location.partition(":")
         try:
-            found = getattr(import_module(module), name, None)
+            candidate = getattr(import_module(module), name, None)
         except Exception as error:  # noqa: BLE001 - the user needs the cause, whatever makes a framework's import fail
             problems.append(f"{module}: {error}")
             continue
-        if isinstance(found, type) and all(method in vars(found) for method in target.own):
-            return found
+        if isinstance(candidate, type) and all(method in vars(candidate) for method in target.own):
+            return candidate
         problems.append(f"{module} has no suitable {name}")
     if target.required is None:
         return None

@@ -210,10 +210,10 @@ def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict
         for key, name in json.loads(index.read_text())["weight_map"].items():
             expected.setdefault(name, set()).add(key)
         for name, keys in expected.items():
-            found = load(listed_file(index, name))
-            present = {str(key) for key in found}
+            loaded = load(listed_file(index, name))
+            present = {str(key) for key in loaded}
             _refuse_other_entries(present if exactly else present & keys, keys, index.parent / name)
-            entries.update((key, value) for key, value in found.items() if str(key) in keys)
+            entries.update((key, value) for key, value in loaded.items() if str(key) in keys)
 
     ranks.agree(read, "reading the checkpoint", "nothing is written")
     return entries
@@ -259,9 +259,9 @@ def load(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
-def _refuse_other_entries(found: set[str], expected: set[str], file: Path) -> None:
-    missing = sorted(expected - found)
-    more = sorted(found - expected)
+def _refuse_other_entries(present: set[str], expected: set[str], file: Path) -> None:
+    missing = sorted(expected - present)
+    more = sorted(present - expected)
     if missing or more:
         raise UnreadableCheckpointError(
             "a file has other entries than its index lists: it belongs to another save",

@@ -29,30 +29,30 @@ def load_optimizer(
     ids = optimizer.param_info["param2id"]
     id_map = {ids[id(working(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
     by_id = {int(key): state for key, state in states.items()}
-    found: Digests = {}
+    local_digests: Digests = {}
 
     def inspect_here() -> str:
         if len(groups) != len(live):
             raise ModelMismatchError(
                 "the optimizer state has other param groups", found=str(len(groups)), expected=str(len(live))
             )
-        known = {key for group in optimizer.param_info["param_groups"] for key in group["params"]}
-        if unknown := sorted(set(by_id) - known):
+        known_keys = {key for group in optimizer.param_info["param_groups"] for key in group["params"]}
+        if unknown := sorted(set(by_id) - known_keys):
             raise ModelMismatchError(
                 "the optimizer state belongs to other parameters",
                 found=f"state of parameter {unknown[0]}",
-                expected=f"{len(known)} parameters",
+                expected=f"{len(known_keys)} parameters",
             )
         for key, stepped in id_map.items():
             shape = tensor_parallel.whole_shape(working(optimizer, stepped))
             for name, value in by_id.get(key, {}).items():
                 if isinstance(value, torch.Tensor) and name != "step" and not name.endswith(PADDING):
                     refuse_shape(f"{name} of parameter {key}", value.shape, shape)
-        found.update(digests({"param_groups": groups, "state": by_id}))
-        return summary(found)
+        local_digests.update(digests({"param_groups": groups, "state": by_id}))
+        return summary(local_digests)
 
     summaries: Mapping[int, str | None] = ranks.same_call("load_optimizer", {}, inspect_here, OPTIMIZER_UNCHANGED)
-    refuse_different(ranks, summaries, found, OPTIMIZER_UNCHANGED)
+    refuse_different(ranks, summaries, local_digests, OPTIMIZER_UNCHANGED)
     for group, saved in zip(live, groups, strict=True):
         params = group["params"]
         group.clear()
@@ -78,7 +78,7 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     for names in aliases:
         given = next((name for name in names if name in entries), None)
         offered.update((name, entries[given]) for name in names if given is not None and name not in entries)
-    found: Digests = {}
+    local_digests: Digests = {}
 
     def inspect_here() -> tuple[str, set[str]]:
         expected = _expected(module)
@@ -90,16 +90,18 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
                 raise ModelMismatchError(
                     f"size mismatch for {name}", found=tuple(offered[name].shape), expected=tuple(shape)
                 )
-        found.update(digests(entries, own={name for name, _ in persistent_buffers(module)}))
-        return summary(found), set(expected)
+        local_digests.update(digests(entries, own={name for name, _ in persistent_buffers(module)}))
+        return summary(local_digests), set(expected)
 
     try:
         inspected = ranks.same_call("load_model", {"strict": strict}, inspect_here, _MODEL_UNTOUCHED)
-        refuse_different(ranks, {rank: one for rank, (one, _) in inspected.items()}, found, _MODEL_UNTOUCHED)
+        refuse_different(
+            ranks, {rank: digest for rank, (digest, _) in inspected.items()}, local_digests, _MODEL_UNTOUCHED
+        )
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
-    known = set().union(*(names for _, names in inspected.values()), *aliases)
-    unexpected = sorted(name for name in entries if name not in known and not name.endswith("_extra_state"))
+    known_names = set().union(*(names for _, names in inspected.values()), *aliases)
+    unexpected = sorted(name for name in entries if name not in known_names and not name.endswith("_extra_state"))
     if strict and unexpected:
         names_shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])
         raise StateDictMismatchError(

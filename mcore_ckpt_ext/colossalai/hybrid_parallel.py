@@ -149,10 +149,10 @@ class HybridParallelCheckpointIOMethods:
         else:
             ranks = _ranks(self)
             states = read_sharded_by_all(ranks, index, exactly=False)
-            found = ranks.agree_by_rank(
+            param_groups = ranks.agree_by_rank(
                 partial(param_groups_of, index), "reading the param groups", OPTIMIZER_UNCHANGED
             )
-            load_optimizer(self, ranks, optimizer, found[dist.get_rank()], states)
+            load_optimizer(self, ranks, optimizer, param_groups[dist.get_rank()], states)
         take(optimizer)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
@@ -202,6 +202,6 @@ def _of_all_stages(checkpoint_io: Any, state: dict[str, Any]) -> dict[str, Any]:
         return state
     group = checkpoint_io.pp_group
     on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-    found: list[Any] | None = [None] * checkpoint_io.pp_size if checkpoint_io.pp_rank == 0 else None
-    dist.gather_object(on_cpu, found, dst=dist.get_global_rank(group, 0), group=group)
-    return {name: value for stage in found or [state] for name, value in stage.items()}
+    gathered: list[Any] | None = [None] * checkpoint_io.pp_size if checkpoint_io.pp_rank == 0 else None
+    dist.gather_object(on_cpu, gathered, dst=dist.get_global_rank(group, 0), group=group)
+    return {name: value for stage in gathered or [state] for name, value in stage.items()}

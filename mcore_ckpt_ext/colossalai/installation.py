@@ -87,9 +87,9 @@ def status() -> list[PatchPointStatus]:
     answers = []
     for target in (target for targets in PLUGINS.values() for target in targets):
         locations = [location.replace(":", ".") for location in target.locations]
-        found = next((location for location in locations if location in patched), None)
-        if found:
-            answers.append(PatchPointStatus(found, "patched", version))
+        patched_location = next((location for location in locations if location in patched), None)
+        if patched_location:
+            answers.append(PatchPointStatus(patched_location, "patched", version))
         else:
             reason = "not installed, or this version has no such class" if patched else "not installed"
             answers.append(PatchPointStatus(locations[-1], "not patched", version, reason))

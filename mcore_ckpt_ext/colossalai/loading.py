@@ -127,8 +127,8 @@ def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) ->
 
 def _not_padding(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return a mask of the non-padding elements of this rank's flat slice; None if it has no padding."""
-    found = tensor_parallel.is_padding(parameter)
-    return None if found is None else ~found.reshape(-1)
+    padding = tensor_parallel.is_padding(parameter)
+    return None if padding is None else ~padding.reshape(-1)
 
 
 def _rounds_to(master: Place, local: torch.Tensor, where: torch.Tensor | None) -> bool:
@@ -207,8 +207,8 @@ def _accepted(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: 
 @contextmanager
 def _hooks_of(model: Any, module: nn.Module) -> Iterator[None]:
     """Call the load hooks of the wrapper around those of the module, as PyTorch and ColossalAI do."""
-    own = {name: vars(module)[name] for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")}
-    pre, post = own.values()
+    module_hooks = {name: vars(module)[name] for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")}
+    pre, post = module_hooks.values()
     after = [partial(_with_module, model, hook) for hook in model._load_state_dict_post_hooks.values()]
     vars(module).update(
         _load_state_dict_pre_hooks=OrderedDict(enumerate([*model._load_state_dict_pre_hooks.values(), *pre.values()])),
@@ -217,7 +217,7 @@ def _hooks_of(model: Any, module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(module).update(own)
+        vars(module).update(module_hooks)
 
 
 def _with_module(module: Any, hook: Callable[..., Any], _: nn.Module, *arguments: Any) -> Any:
@@ -266,7 +266,11 @@ def _refuse_different(offered: Mapping[str, Any], value: torch.Tensor, other: to
         return
     if not torch.allclose(value, other.to(value), rtol=0, atol=0, equal_nan=True):
         pointers = {value.data_ptr(), other.data_ptr()}
-        names = [name for name, one in offered.items() if isinstance(one, torch.Tensor) and one.data_ptr() in pointers]
+        names = [
+            name
+            for name, tensor in offered.items()
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() in pointers
+        ]
         raise RuntimeError(f"names of the same tensor have different values: {', '.join(names)}")
 
 

@@ -18,7 +18,7 @@ def _scaler(optimizer: Any) -> Any:
     names = ("mix_precision_mixin", "mixed_precision_mixin", "mixed_precision")
     holders = (getattr(optimizer, name, None) for name in names)
     scalers = (getattr(holder, "grad_scaler", None) for holder in holders)
-    return next((one for one in scalers if all(hasattr(one, name) for name in ("_scale", *_SCALER))), None)
+    return next((scaler for scaler in scalers if all(hasattr(scaler, name) for name in ("_scale", *_SCALER))), None)
 
 
 def loss_scale(optimizer: Any) -> dict[str, float] | None:

@@ -66,8 +66,8 @@ def iter_states(
 
     # A rank only has the states of parameters of which it holds a part; all ranks together have all.
     described: dict[int, State] = {}
-    for one in zero.ranks.same_call("optimizer.state_dict", call, inspect_here).values():
-        described.update(one)
+    for rank_states in zero.ranks.same_call("optimizer.state_dict", call, inspect_here).values():
+        described.update(rank_states)
     if with_masters:
         for key, parameter in optimizer.id_to_real_params.items():
             if parameter in zero.masters:
@@ -203,13 +203,13 @@ def _write_padding(zero: Wrapped, parameter: nn.Parameter, rows: Mapping[str, to
 
 def _described(optimizer: Any) -> dict[int, State]:
     """Return for parameters with a part on this rank: scalar states, and None for states per element."""
-    found: dict[int, State] = {}
+    described: dict[int, State] = {}
     for key, fake in optimizer.id_to_fake_params.items():
         begin, end = optimizer.param_to_range[fake]
         state = optimizer.optim.state.get(fake, {})
         if state:
-            found[key] = {name: _scalar(name, value, end - begin) for name, value in state.items()}
-    return found
+            described[key] = {name: _scalar(name, value, end - begin) for name, value in state.items()}
+    return described
 
 
 def _scalar(name: str, value: Any, elements: int) -> Any:
@@ -262,8 +262,8 @@ def _elements(
     ]
     for values in zip(*streams, strict=True):
         key = ids[values[0][0]]
-        if found := {name: of_kind[values[0][0]] for name, of_kind in rows.items() if values[0][0] in of_kind}:
-            collected[key] = found
+        if paddings := {name: of_kind[values[0][0]] for name, of_kind in rows.items() if values[0][0] in of_kind}:
+            collected[key] = paddings
         if values[0][1] is None:
             yield key, None
         else:

@@ -59,18 +59,18 @@ def same_content(
     Raises:
         ResumeRefusedError: on all ranks.
     """
-    found: Digests = {}
+    local_digests: Digests = {}
 
     def inspect_here() -> tuple[str | None, bool]:
-        found.update(digests(content, own))
-        return summary(found) if is_full else None, zero.is_first
+        local_digests.update(digests(content, own))
+        return summary(local_digests) if is_full else None, zero.is_first
 
     inspected = zero.ranks.same_call(call, arguments, inspect_here, untouched)
-    summaries = {rank: one for rank, (one, _) in inspected.items()}
-    refuse_different(zero.ranks, summaries, found, untouched)
-    if all(one is None for one in summaries.values()) or None not in summaries.values():
+    summaries = {rank: digest for rank, (digest, _) in inspected.items()}
+    refuse_different(zero.ranks, summaries, local_digests, untouched)
+    if all(digest is None for digest in summaries.values()) or None not in summaries.values():
         return Agreed(content, comes_from_first=False)
-    lacking = [rank for rank, (one, is_first) in inspected.items() if is_first and one is None]
+    lacking = [rank for rank, (digest, is_first) in inspected.items() if is_first and digest is None]
     if lacking:
         raise ResumeRefusedError(
             f"calling {call}; {untouched}",
@@ -103,8 +103,8 @@ def _outline_of_first(zero: Wrapped, content: Any) -> Any:
 
     Extra state is sent as it is.
     """
-    own = (_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None
-    items, metadata = gather(own, zero.group)[0]  # type: ignore[misc]  # rank 0 has one
+    local_content = (_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None
+    items, metadata = gather(local_content, zero.group)[0]  # type: ignore[misc]  # rank 0 has one
     outline = OrderedDict(items)
     if metadata is not None:
         vars(outline)["_metadata"] = metadata

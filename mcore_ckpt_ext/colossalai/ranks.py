@@ -42,20 +42,22 @@ class Ranks(TorchRanks):
         """
 
         def own() -> tuple[dict[str, str], Result]:
-            found = inspect_here()
-            return {"call": call, **{name: repr(value) for name, value in arguments.items()}}, found
+            inspected = inspect_here()
+            return {"call": call, **{name: repr(value) for name, value in arguments.items()}}, inspected
 
         answers = self.agree_by_rank(own, f"calling {call}", untouched)
         calls = {rank: made for rank, (made, _) in answers.items()}
-        for name in dict.fromkeys(name for one in calls.values() for name in one):
-            if len({one.get(name) for one in calls.values()}) > 1:
-                found = ", ".join(f"rank {rank}: {one.get(name, 'not given')}" for rank, one in calls.items())
+        for name in dict.fromkeys(name for rank_call in calls.values() for name in rank_call):
+            if len({rank_call.get(name) for rank_call in calls.values()}) > 1:
+                differences = ", ".join(
+                    f"rank {rank}: {rank_call.get(name, 'not given')}" for rank, rank_call in calls.items()
+                )
                 raise ResumeRefusedError(
                     f"the ranks call with different arguments ({name}); {untouched}",
-                    found=found,
+                    found=differences,
                     expected="the same call on every rank",
                 )
-        return {rank: found for rank, (_, found) in answers.items()}
+        return {rank: inspected for rank, (_, inspected) in answers.items()}
 
     def stop_if_any_failed(self, failure: BaseException | None, phase: str, consequence: str) -> None:
         """Raise on all ranks if one has failed since the last call; a single number is exchanged if none has.

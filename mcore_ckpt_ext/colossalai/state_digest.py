@@ -58,11 +58,11 @@ def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: D
     Raises:
         ResumeRefusedError: on all ranks.
     """
-    if len({one for one in summaries.values() if one is not None}) < 2:
+    if len({digest for digest in summaries.values() if digest is not None}) < 2:
         return
-    by_rank = {rank: one for rank, one in ranks.by_rank(found).items() if summaries[rank] is not None}
-    paths = sorted({path for one in by_rank.values() for path in one})
-    differing = [path for path in paths if len({one.get(path) for one in by_rank.values()}) > 1]
+    by_rank = {rank: rank_digests for rank, rank_digests in ranks.by_rank(found).items() if summaries[rank] is not None}
+    paths = sorted({path for rank_digests in by_rank.values() for path in rank_digests})
+    differing = [path for path in paths if len({rank_digests.get(path) for rank_digests in by_rank.values()}) > 1]
     more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     raise ResumeRefusedError(
         f"the ranks pass different contents; {untouched}",
@@ -77,8 +77,8 @@ def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: D
 def _sides(by_rank: Mapping[int, Digests], path: str) -> str:
     """Group the ranks by their digest of one entry, in words."""
     sides: dict[str | None, list[int]] = {}
-    for rank, one in by_rank.items():
-        sides.setdefault(one.get(path), []).append(rank)
+    for rank, rank_digests in by_rank.items():
+        sides.setdefault(rank_digests.get(path), []).append(rank)
     return "; ".join(
         f"rank {format_ranks(ranks)}: {'no such entry' if digest is None else digest}"
         for digest, ranks in sides.items()

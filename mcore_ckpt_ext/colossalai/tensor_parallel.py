@@ -27,15 +27,15 @@ def groups(parameters: Iterable[Any]) -> list[Any]:
     A layout names its groups; a pair of functions has its group in their closure (0.5.0,
     shardformer/layer/qkv_fused_linear.py).
     """
-    found: dict[Any, None] = {}
+    unique: dict[Any, None] = {}
     for parameter in parameters:
         if hasattr(parameter, "dist_layout"):
-            found.update(dict.fromkeys(parameter.dist_layout.device_mesh.get_process_group_for_all_axes().values()))
+            unique.update(dict.fromkeys(parameter.dist_layout.device_mesh.get_process_group_for_all_axes().values()))
         elif hasattr(parameter, "gather_fn"):
             cells = (cell.cell_contents for cell in parameter.gather_fn.__closure__ or ())
             held = [getattr(content, "process_group", content) for content in cells]
-            found.update(dict.fromkeys(one for one in held if isinstance(one, dist.ProcessGroup)))
-    return list(found)
+            unique.update(dict.fromkeys(group for group in held if isinstance(group, dist.ProcessGroup)))
+    return list(unique)
 
 
 def whole_shape(parameter: Any) -> torch.Size:
@@ -86,20 +86,20 @@ def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room |
     cut = [dimension for dimension, size in enumerate(shape) if parameter.shape[dimension] != size]
     if not cut:
         return None
-    found = groups([parameter])
-    if len(cut) > 1 or len(found) != 1:
+    process_groups = groups([parameter])
+    if len(cut) > 1 or len(process_groups) != 1:
         raise UnsupportedCheckpointError(
             "a parameter is sharded along several dimensions, or by several groups",
-            found=f"local shape {tuple(parameter.shape)} of {tuple(shape)}, {len(found)} groups",
+            found=f"local shape {tuple(parameter.shape)} of {tuple(shape)}, {len(process_groups)} groups",
             expected="one dimension, and one group",
         )
     (dimension,) = cut
     along = [1] * len(shape)
     along[dimension] = shape[dimension]
     numbers = _cut(parameter, torch.arange(shape[dimension]).view(along)).reshape(-1).to(device)
-    size = dist.get_world_size(found[0])
+    size = dist.get_world_size(process_groups[0])
     return Room(
-        found[0],
+        process_groups[0],
         dimension,
         numbers,
         [torch.empty_like(numbers) for _ in range(size)],
@@ -227,10 +227,10 @@ def _shape_before(parameter: Any) -> torch.Size:
             shape = list(parameter.shape)
             shape[dimension] *= size
             try:
-                found = parameter.shard_fn(torch.empty(shape, device="meta")).shape
+                local_shape = parameter.shard_fn(torch.empty(shape, device="meta")).shape
             except (RuntimeError, AssertionError):
                 continue
-            if found == parameter.shape:
+            if local_shape == parameter.shape:
                 return torch.Size(shape)
     raise UnsupportedCheckpointError(
         "a parameter is sharded by an unknown function",

@@ -19,13 +19,13 @@ _INTO = ".lora_A.weight"
 
 def strange_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys with values of a wrong type, or that contradict other keys or a causal language model."""
-    found = {key: config.get(key) for key, is_one in _KINDS.items() if not is_one(config.get(key))}
+    strange = {key: config.get(key) for key, is_one in _KINDS.items() if not is_one(config.get(key))}
     if isinstance(config.get("target_modules"), str):
         keys = ("layers_to_transform", "layers_pattern")
-        found |= {key: config[key] for key in keys if config.get(key) is not None}
+        strange |= {key: config[key] for key in keys if config.get(key) is not None}
     if config.get("layers_pattern") and config.get("layers_to_transform") is None:
-        found["layers_pattern"] = config["layers_pattern"]
-    return found
+        strange["layers_pattern"] = config["layers_pattern"]
+    return strange
 
 
 def contradictions(config: Mapping[str, Any], shapes: Shapes, linears: Collection[str]) -> Iterator[str]:
@@ -55,9 +55,9 @@ def contradictions(config: Mapping[str, Any], shapes: Shapes, linears: Collectio
 
 def _rank_of(config: Mapping[str, Any], module: str) -> int:
     patterns: Mapping[str, int] = config.get("rank_pattern") or {}
-    found = (rank for pattern, rank in patterns.items() if matched(rf"(.*\.)?({pattern})$", module) is not None)
+    ranks = (rank for pattern, rank in patterns.items() if matched(rf"(.*\.)?({pattern})$", module) is not None)
     default: int = config.get("r", _RANK)
-    return next(found, default)
+    return next(ranks, default)
 
 
 def _is_targeted(config: Mapping[str, Any], module: str) -> bool:
@@ -81,11 +81,11 @@ def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
     patterns = config.get("layers_pattern") or []
     if layers is None or layers == []:
         return True
-    own = [patterns] if isinstance(patterns, str) else patterns
-    begins = [rf"(?:^|.*?\.){pattern}" for pattern in own] or [r".*?\.[^.]*"]
+    several_patterns = [patterns] if isinstance(patterns, str) else patterns
+    begins = [rf"(?:^|.*?\.){pattern}" for pattern in several_patterns] or [r".*?\.[^.]*"]
     tried = (matched(rf"{begin}\.(?P<index>\d+)\.", module) for begin in begins)
-    found = next((groups for groups in tried if groups is not None), None)
-    return found is not None and int(found["index"]) in ([layers] if isinstance(layers, int) else layers)
+    first_match = next((groups for groups in tried if groups is not None), None)
+    return first_match is not None and int(first_match["index"]) in ([layers] if isinstance(layers, int) else layers)
 
 
 _IsOne = Callable[[object], bool]

@@ -69,7 +69,7 @@ class Adapters:
     @property
     def tensors(self) -> list[HuggingFaceTensor]:
         """The tensors of a PEFT folder."""
-        return [tensor for one in self.linears for tensor in one.tensors]
+        return [tensor for linear in self.linears for tensor in linear.tensors]
 
     @property
     def rank(self) -> int:
@@ -78,7 +78,7 @@ class Adapters:
         Raises:
             UnsupportedCheckpointError: the adapters have different ranks.
         """
-        ranks = {one.rank for one in self.linears}
+        ranks = {linear.rank for linear in self.linears}
         if len(ranks) != 1:
             raise UnsupportedCheckpointError(
                 "the adapters have different ranks",
@@ -90,12 +90,12 @@ class Adapters:
     @property
     def targets(self) -> set[str]:
         """The value of PEFT's `target_modules`."""
-        return shortest({one.module for one in self.linears}, self.modules)
+        return shortest({linear.module for linear in self.linears}, self.modules)
 
     @property
     def has_magnitudes(self) -> bool:
         """True if the adapters are DoRA's."""
-        return any(one.magnitudes for one in self.linears)
+        return any(linear.magnitudes for linear in self.linears)
 
 
 def adapters_of(
@@ -113,17 +113,17 @@ def adapters_of(
         UnsupportedCheckpointError: the linear layer of an adapter is unknown.
     """
     linears = linears_of(base)
-    found: list[Adapted] = []
+    adapters: list[Adapted] = []
     for linear in dict.fromkeys(name.partition(MARK)[0] for name in shapes):
         ours = linears.get(linear, ())
         if not ours:
             raise _without_place([name for name in shapes if name.startswith(linear)])
         for number, tensor in enumerate(ours):
-            found += _Linear(linear, number, len(ours), shapes, tensor_ranks, by_rank).adapted(tensor)
-    used = {region.name for one in found for tensor in one.tensors for region in tensor.regions}
+            adapters += _Linear(linear, number, len(ours), shapes, tensor_ranks, by_rank).adapted(tensor)
+    used = {region.name for adapter in adapters for tensor in adapter.tensors for region in tensor.regions}
     if used != shapes.keys():
         raise _without_place(sorted(shapes.keys() - used))
-    return Adapters(found, frozenset(tensor.name.removesuffix(".weight") for tensor in base))
+    return Adapters(adapters, frozenset(tensor.name.removesuffix(".weight") for tensor in base))
 
 
 def linears_of(base: Sequence[HuggingFaceTensor]) -> dict[str, list[HuggingFaceTensor]]:
@@ -131,15 +131,15 @@ def linears_of(base: Sequence[HuggingFaceTensor]) -> dict[str, list[HuggingFaceT
 
     Linear layers for which PEFT has no adapters are left out.
     """
-    found: dict[str, list[HuggingFaceTensor]] = {}
+    linears: dict[str, list[HuggingFaceTensor]] = {}
     for tensor in sorted(base, key=lambda tensor: tensor.regions[0].offsets[0]):
         name = tensor.regions[0].name
         module, leaf = module_and_leaf(name)
         # transformers does not implement routers as linear layers, and Megatron-Bridge has several kinds of adapters
         # for experts.
         if module.startswith("linear_") and leaf == "weight" and not of_experts(name):
-            found.setdefault(name.removesuffix(".weight"), []).append(tensor)
-    return {name: ours for name, ours in found.items() if all(map(_is_plain, ours))}
+            linears.setdefault(name.removesuffix(".weight"), []).append(tensor)
+    return {name: ours for name, ours in linears.items() if all(map(_is_plain, ours))}
 
 
 def _is_plain(tensor: HuggingFaceTensor) -> bool:
@@ -157,9 +157,11 @@ def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
     ends = [list(accumulate(region.sizes[0] for region in regions)) for regions in columns]
     at = [0] * len(columns)
     for start, stop in pairwise(sorted({0, *chain.from_iterable(ends)})):
-        at = [place + (own[place] <= start) for place, own in zip(at, ends, strict=True)]
-        found = [(regions[place], own[place]) for regions, place, own in zip(columns, at, ends, strict=True)]
-        yield [region.offsets[0] + region.sizes[0] - (end - start) for region, end in found], stop - start
+        at = [place + (column_ends[place] <= start) for place, column_ends in zip(at, ends, strict=True)]
+        regions_with_ends = [
+            (regions[place], column_ends[place]) for regions, place, column_ends in zip(columns, at, ends, strict=True)
+        ]
+        yield [region.offsets[0] + region.sizes[0] - (end - start) for region, end in regions_with_ends], stop - start
 
 
 def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
@@ -197,9 +199,9 @@ class _Linear:
         """Yield the adapter in PEFT of the linear layer with weight `base`, if it has one."""
         module = PREFIX + base.name.removesuffix(".weight")
         spans = [(region.offsets[0], region.sizes[0]) for region in base.regions]
-        own = PARTS.get(self.name.rpartition(".")[2], ())
-        apart = f"{self.name}{MARK}{own[self.part]}." if len(own) == self.parts else ""
-        is_apart = any(name.startswith(f"{self.name}{MARK}{part}.") for part in own for name in self.shapes)
+        part_names = PARTS.get(self.name.rpartition(".")[2], ())
+        apart = f"{self.name}{MARK}{part_names[self.part]}." if len(part_names) == self.parts else ""
+        is_apart = any(name.startswith(f"{self.name}{MARK}{part}.") for part in part_names for name in self.shapes)
         before = apart if is_apart and apart else f"{self.name}{MARK}"
         if before + IN not in self.shapes or before + OUT not in self.shapes:
             return

@@ -36,39 +36,45 @@ def adapters_read(
     if alone := sorted(modules[0] ^ modules[1]):
         raise UnsupportedCheckpointError("a linear has only one of lora_A and lora_B", where=alone[0])
     of_model = linears_of(base)
-    linears = {name: own for name, ours in of_model.items() if (own := [one for one in ours if _lora_a(one) in shapes])}
+    linears = {
+        name: adapted
+        for name, ours in of_model.items()
+        if (adapted := [tensor for tensor in ours if _lora_a(tensor) in shapes])
+    }
     several = {name: of_model[name] for name in linears if len(of_model[name]) > 1}
-    fused = all(linears[name] == ours and is_one([_lora_a(one) for one in ours]) for name, ours in several.items())
-    found: dict[str, tuple[int, ...]] = {}
+    fused = all(
+        linears[name] == ours and is_one([_lora_a(tensor) for tensor in ours]) for name, ours in several.items()
+    )
+    megatron_shapes: dict[str, tuple[int, ...]] = {}
     for name, ours in linears.items():
         if fused or name not in several:
-            found |= _tensors(f"{name}{MARK}", ours, shapes)
+            megatron_shapes |= _tensors(f"{name}{MARK}", ours, shapes)
             continue
         parts = PARTS.get(name.rpartition(".")[2], ())
         if len(parts) != len(several[name]):
             raise UnsupportedCheckpointError(
                 "Megatron-Bridge has no adapters for the parts of this linear",
-                found=join_some([one.name for one in ours]),
+                found=join_some([tensor.name for tensor in ours]),
                 expected="one lora_A for all of them",
                 where=name,
             )
-        for part, one in zip(parts, several[name], strict=True):
-            found |= _tensors(f"{name}{MARK}{part}.", [one], shapes) if one in ours else {}
-    adapters = adapters_of(base, found, 1)
-    known = {tensor.name for tensor in adapters.tensors}
-    if known != shapes.keys():
+        for part, tensor in zip(parts, several[name], strict=True):
+            megatron_shapes |= _tensors(f"{name}{MARK}{part}.", [tensor], shapes) if tensor in ours else {}
+    adapters = adapters_of(base, megatron_shapes, 1)
+    expected = {tensor.name for tensor in adapters.tensors}
+    if expected != shapes.keys():
         raise UnsupportedCheckpointError(
             "the folder's tensors do not match adapters of this model's linear layers",
             found="; ".join(
                 [
-                    *(f"unknown: {name}" for name in sorted(shapes.keys() - known)[:4]),
-                    *(f"missing: {name}" for name in sorted(known - shapes.keys())[:4]),
+                    *(f"unknown: {name}" for name in sorted(shapes.keys() - expected)[:4]),
+                    *(f"missing: {name}" for name in sorted(expected - shapes.keys())[:4]),
                 ]
             ),
             expected="lora_A and lora_B of linears of attention, dense MLPs and shared experts",
             hint="pass the model that they were trained for: --weights FOLDER, or --merge FOLDER",
         )
-    return adapters, found
+    return adapters, megatron_shapes
 
 
 def _lora_a(tensor: HuggingFaceTensor) -> str:
@@ -104,9 +110,9 @@ def bridge_peft(
     for name in names:
         linear, _, rest = name.partition(MARK)
         parts.setdefault(linear, set()).add(rest.partition(".")[0] if rest.startswith("adapter_") else "")
-    divided = {linear: own for linear, own in parts.items() if own != {""}}
+    divided = {linear: used for linear, used in parts.items() if used != {""}}
     with_norms = {name.partition(MARK)[0] for name in names if name.endswith(MAGNITUDE)}
-    lacking = [linear for linear, own in divided.items() if own != set(PARTS[linear.rpartition(".")[2]])]
+    lacking = [linear for linear, used in divided.items() if used != set(PARTS[linear.rpartition(".")[2]])]
     whole = [linear for linear in parts if divided and linear not in divided and linear.endswith((*PARTS,))]
     if with_norms and (divided or with_norms != parts.keys()):
         raise _not_bridge_s("DoRA of linears with different lora_A, or of some linears only", sorted(with_norms))
@@ -125,10 +131,10 @@ def bridge_peft(
     }
 
 
-def _not_bridge_s(found: str, names: Sequence[str]) -> UnsupportedCheckpointError:
+def _not_bridge_s(kind: str, names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "Megatron-Bridge has no such adapters",
-        found=f"{found}: {join_some(names, 2)}",
+        found=f"{kind}: {join_some(names, 2)}",
         expected="LoRA, DoRA or CanonicalLoRA of whole linears",
         hint="merge them into their model: --merge FOLDER --to hf",
     )

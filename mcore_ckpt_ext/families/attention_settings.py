@@ -83,11 +83,11 @@ def why_no_window(arguments: ModelArguments) -> list[str]:
     Megatron's local layer spec also lets a token attend to as many later tokens as the second number. A first number of
     -1 means all earlier tokens, or none, depending on the spec.
     """
-    found = arguments.window_size
-    if found is None or (found[0] >= 0 and found[1] == 0):
+    size = arguments.window_size
+    if size is None or (size[0] >= 0 and size[1] == 0):
         return []
-    wider = f"; Transformer Engine's spec takes the second number for 0: --argument window_size=[{found[0]},0]"
-    return [f"window_size is {found}, not a window over tokens before alone, (N, 0){wider if found[0] >= 0 else ''}"]
+    wider = f"; Transformer Engine's spec takes the second number for 0: --argument window_size=[{size[0]},0]"
+    return [f"window_size is {size}, not a window over tokens before alone, (N, 0){wider if size[0] >= 0 else ''}"]
 
 
 def layers_with_window(window_size: Any, frequency: int | Sequence[int] | None, layers: int) -> list[bool]:
@@ -99,7 +99,7 @@ def layers_with_window(window_size: Any, frequency: int | Sequence[int] | None, 
     if not window_size:
         return [False] * layers
     if isinstance(frequency, Sequence):
-        return [bool(one) for one in frequency]
+        return [bool(flag) for flag in frequency]
     return [not frequency or (layer + 1) % frequency != 0 for layer in range(layers)]
 
 
@@ -117,7 +117,7 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
         return {
             # transformers requires a width even if no layer uses the window.
             "sliding_window": window_of(arguments) if any(sees) else size,
-            "layer_types": ["sliding_attention" if one else "full_attention" for one in sees],
+            "layer_types": ["sliding_attention" if is_windowed else "full_attention" for is_windowed in sees],
         }
 
     def to_arguments(config: Config) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
                 expected="a whole number above 0, or no sliding_attention among layer_types",
                 where="config.json",
             )
-        frequency = None if all(sees) or not any(sees) else interval if sees == usual else [int(one) for one in sees]
+        frequency = None if all(sees) or not any(sees) else interval if sees == usual else [int(flag) for flag in sees]
         return {**window(width if any(sees) else None), "window_attn_skip_freq": frequency}
 
     expressed = ("window_size", "window_attn_skip_freq")

@@ -26,5 +26,5 @@ def checked(model_type: str) -> Checked:
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
-    return found
+    table: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
+    return table

@@ -17,10 +17,10 @@ def tied(by_default: bool) -> Setting:
     key = "tie_word_embeddings"
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        found = config.get(key, by_default)
-        if found not in (True, False, None):  # the string "false" would be true
-            raise unrepresentable(key, found, "true or false")
-        return {"untie_embeddings_and_output_weights": not found}
+        is_tied = config.get(key, by_default)
+        if is_tied not in (True, False, None):  # the string "false" would be true
+            raise unrepresentable(key, is_tied, "true or false")
+        return {"untie_embeddings_and_output_weights": not is_tied}
 
     return Custom((key,), lambda arguments: {key: not arguments.untie_embeddings_and_output_weights}, to_arguments)
 
@@ -47,8 +47,8 @@ def experts_in_every_layer(count: int) -> Setting:
         return {key: arguments.num_experts, "intermediate_size": arguments.moe_ffn_hidden_size}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        found = checked_size(key, config.get(key, count), MOST_COUNTED)
-        return {"num_experts": found, "moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
+        experts = checked_size(key, config.get(key, count), MOST_COUNTED)
+        return {"num_experts": experts, "moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
 
     expressed = ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")
     return Custom((key, "intermediate_size"), to_config, to_arguments, why_not_everywhere, expressed)

@@ -92,15 +92,15 @@ class NeutralKeys:
 
     def notices(self, mapped: frozenset[str]) -> list[str]:
         """Return notices about keys that are copied although they have no effect, except `mapped` keys."""
-        found = []
+        notices = []
         if unread := sorted(self.unread - mapped):
-            found.append(
+            notices.append(
                 f"keys of config.json that {self.model} of transformers (up to {self.release}) does not read, carried "
                 f"as they are: {_join_first(unread)}"
             )
         if accepted := sorted(self.accepted - mapped):
-            found.append(f"keys of config.json accepted as without effect: {_join_first(accepted)}")
-        return found
+            notices.append(f"keys of config.json accepted as without effect: {_join_first(accepted)}")
+        return notices
 
 
 @contextmanager
@@ -160,8 +160,8 @@ def _why_strict(config: Mapping[str, Any], is_known: bool, model_type: str) -> s
         return "auto_map names code of the folder's own, which may read them"
     if not is_known:
         return f"no class for {model_type} is among those of transformers {newest} that are known here"
-    own = _numbers(config.get("transformers_version"))
-    if own > _numbers(newest):
+    release = _numbers(config.get("transformers_version"))
+    if release > _numbers(newest):
         return f"config.json is of transformers {config['transformers_version']}, and classes up to {newest} are known"
     return ""
 
@@ -179,8 +179,8 @@ def _same(value: Any, default: Any) -> bool:
 @cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
     """Return the table by release of transformers, oldest first, and by model type."""
-    found: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text())
-    return found
+    table: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text())
+    return table
 
 
 def _join_first(names: Sequence[str]) -> str:

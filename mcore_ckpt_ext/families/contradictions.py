@@ -28,10 +28,10 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
     """
     running = complete(job)
     running = running.replace(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
-    found = [*_differing(family, model, running), *family.mismatches(running), *_of_no_flag(model, job)]
+    descriptions = [*_differing(family, model, running), *family.mismatches(running), *_of_no_flag(model, job)]
     if family.bridge_only_reason:
-        found.insert(0, f"pretrain_gpt.py builds no such model: {family.bridge_only_reason}")
-    return list(dict.fromkeys(found))
+        descriptions.insert(0, f"pretrain_gpt.py builds no such model: {family.bridge_only_reason}")
+    return list(dict.fromkeys(descriptions))
 
 
 def unwritten(family: Family, model: ModelArguments) -> list[str]:
@@ -51,10 +51,10 @@ def _differing(family: Family, model: ModelArguments, running: ModelArguments) -
     """
     expressed = family.expressed
     for name in sorted(expressed - without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
-        wanted = model.get(name)
+        expected = model.get(name)
         given = running.get(name)
-        if (wanted or None) != (given or None) and _writes_another(family, model, name, given):
-            yield f"{name} is {shorten(repr(given))}, not {shorten(repr(wanted))}"
+        if (expected or None) != (given or None) and _writes_another(family, model, name, given):
+            yield f"{name} is {shorten(repr(given))}, not {shorten(repr(expected))}"
 
 
 def _only_bounds(model: ModelArguments) -> tuple[str, ...]:

@@ -65,24 +65,24 @@ def _rope() -> Setting:
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        found = rope_parameters(config)
-        if found.get("partial_rotary_factor", 1.0) != 1.0:
-            raise unrepresentable("partial_rotary_factor", found["partial_rotary_factor"], "1.0")
-        arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base_of(found)}
-        if found["rope_type"] == "default":
+        parameters = rope_parameters(config)
+        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise unrepresentable("partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
+        arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base_of(parameters)}
+        if parameters["rope_type"] == "default":
             return arguments | {"rope_type": "rope"}
-        if found["rope_type"] != "yarn" or not found.get("truncate", True):
-            raise unrepresentable("rope_scaling", found, "default, or yarn that truncates")
-        factor, original = yarn_lengths(found, config)
-        mscale, all_dim = mscales(found, factor, latent=True)
+        if parameters["rope_type"] != "yarn" or not parameters.get("truncate", True):
+            raise unrepresentable("rope_scaling", parameters, "default, or yarn that truncates")
+        factor, original = yarn_lengths(parameters, config)
+        mscale, all_dim = mscales(parameters, factor, latent=True)
         return arguments | {
             "rope_type": "yarn",
             "rotary_scaling_factor": factor,
             "original_max_position_embeddings": original,
             "mscale": mscale,
             "mscale_all_dim": all_dim,
-            "beta_fast": found.get("beta_fast") or 32,
-            "beta_slow": found.get("beta_slow") or 1,
+            "beta_fast": parameters.get("beta_fast") or 32,
+            "beta_slow": parameters.get("beta_slow") or 1,
         }
 
     def why_not(arguments: ModelArguments) -> list[str]:
@@ -131,12 +131,15 @@ def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        found = _experts_by_layer(arguments)
-        return {KINDS_OF_LAYERS: [SPARSE if one else DENSE for one in found], COUNT_OF_DENSE: found.index(True)}
+        pattern = _experts_by_layer(arguments)
+        return {
+            KINDS_OF_LAYERS: [SPARSE if is_sparse else DENSE for is_sparse in pattern],
+            COUNT_OF_DENSE: pattern.index(True),
+        }
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        found = pattern_of(config)
-        return {"moe_layer_freq": 1 if all(found) else found}
+        pattern = pattern_of(config)
+        return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
     keys = (KINDS_OF_LAYERS, COUNT_OF_DENSE)
     return Custom(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
@@ -153,10 +156,10 @@ def listed_dense_first(absent: int, *, counts: bool = True) -> Setting:
     def pattern_of(config: Config) -> list[int]:
         layers, first = config["num_hidden_layers"], config.get(COUNT_OF_DENSE, absent)
         pattern = [int(layer >= first) for layer in range(layers)]
-        listed = [SPARSE if one else DENSE for one in pattern]
-        found = config.get(KINDS_OF_LAYERS) or (listed if counts else [DENSE] * absent + [SPARSE] * (layers - absent))
-        if found != listed:
-            raise unrepresentable(KINDS_OF_LAYERS, found, f"as {COUNT_OF_DENSE} says: {first} {DENSE}, then {SPARSE}")
+        listed = [SPARSE if is_sparse else DENSE for is_sparse in pattern]
+        kinds = config.get(KINDS_OF_LAYERS) or (listed if counts else [DENSE] * absent + [SPARSE] * (layers - absent))
+        if kinds != listed:
+            raise unrepresentable(KINDS_OF_LAYERS, kinds, f"as {COUNT_OF_DENSE} says: {first} {DENSE}, then {SPARSE}")
         return pattern
 
     return dense_then_experts(pattern_of)
@@ -233,11 +236,11 @@ def ranked_by(arguments: ModelArguments) -> int | None:
 
 def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     """Return a reason if transformers, ranking a group by its best two experts, chooses other experts."""
-    found = ranked_by(arguments)
+    best = ranked_by(arguments)
     groups = arguments.moe_router_num_groups
-    if found not in (None, 2):
+    if best not in (None, 2):
         chosen = f"{arguments.moe_router_topk} experts of {arguments.moe_router_group_topk} groups"
-        return [f"moe_router_topk and moe_router_group_topk are {chosen}: Megatron ranks a group by its best {found}"]
+        return [f"moe_router_topk and moe_router_group_topk are {chosen}: Megatron ranks a group by its best {best}"]
     single = groups and groups > 1 and (arguments.num_experts or 0) < 2 * groups
     return [f"moe_router_num_groups is {groups}, of one expert each"] if single else []
 

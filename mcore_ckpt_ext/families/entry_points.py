@@ -64,10 +64,10 @@ class RegisteredFamily:
             raise self._broken("is registered under another model_type than its own", model_type)
         return _AttributedFamily(family, self)
 
-    def _broken(self, what: str, found: str) -> UnsupportedCheckpointError:
+    def _broken(self, problem: str, details: str) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
-            f"the family that {self.distribution} registers {what}",
-            found=found,
+            f"the family that {self.distribution} registers {problem}",
+            found=details,
             where=f"entry point {self.entry.name} = {self.entry.value} of the group {GROUP}",
             hint="update or uninstall that distribution, or name a family: --family NAME",
         )
@@ -81,11 +81,11 @@ def registered_families(taken: frozenset[str]) -> tuple[RegisteredFamily, ...]:
         taken: every `model_type` of this package. Families of this package have precedence, then the first registered
             one; a warning names the others.
     """
-    found: dict[str, RegisteredFamily] = {}
+    families: dict[str, RegisteredFamily] = {}
     for registered in _registered():
-        before = found.get(registered.model_type)
+        before = families.get(registered.model_type)
         if before is None and registered.model_type not in taken:
-            found[registered.model_type] = registered
+            families[registered.model_type] = registered
             continue
         owner = before.distribution if before else "this package"
         _LOG.warning(
@@ -96,7 +96,7 @@ def registered_families(taken: frozenset[str]) -> tuple[RegisteredFamily, ...]:
             owner,
             registered.class_name,
         )
-    return tuple(found.values())
+    return tuple(families.values())
 
 
 def loadable(registered: RegisteredFamily) -> Family | None:
@@ -119,12 +119,12 @@ class _AttributedFamily(Family):
         self._registered = registered
 
     def __getattribute__(self, name: str) -> Any:
-        own = super().__getattribute__
+        get_attribute = super().__getattribute__
         if name in ("_family", "_registered", "_attributed") or name.startswith("__"):
-            return own(name)
-        family, attributed = own("_family"), own("_attributed")
-        found = attributed(lambda: getattr(family, name))
-        return found if not callable(found) else lambda *values, **named: attributed(lambda: found(*values, **named))
+            return get_attribute(name)
+        family, attributed = get_attribute("_family"), get_attribute("_attributed")
+        member = attributed(lambda: getattr(family, name))
+        return member if not callable(member) else lambda *values, **named: attributed(lambda: member(*values, **named))
 
     @override
     def __repr__(self) -> str:
@@ -137,8 +137,8 @@ class _AttributedFamily(Family):
             UnsupportedCheckpointError: the code raises an error that is not this package's.
         """
         try:
-            found = call()
-            return list(found) if isinstance(found, Iterator) else found  # a generator raises only when it is consumed
+            reply = call()
+            return list(reply) if isinstance(reply, Iterator) else reply  # a generator raises only when it is consumed
         except CheckpointError:
             raise
         except (Exception, SystemExit) as error:

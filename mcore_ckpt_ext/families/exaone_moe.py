@@ -34,25 +34,28 @@ def _windows() -> Setting:
     usual = windows_in_some_layers(_WIDTH, 4, _PATTERN)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        found = usual.config(arguments)
-        return found if arguments.no_rope_freq else {**found, _WINDOW: None}
+        config = usual.config(arguments)
+        return config if arguments.no_rope_freq else {**config, _WINDOW: None}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         if isinstance(config.get(_PATTERN), str):  # one letter per layer; `layer_types` has the full names
             if config.get(_KINDS) is None:
                 raise unrepresentable(_PATTERN, config[_PATTERN], "a whole number, or layer_types")
             config = {key: value for key, value in config.items() if key != _PATTERN}
-        found = usual.arguments(config)
-        sees = layers_with_window(found["window_size"], found["window_attn_skip_freq"], config["num_hidden_layers"])
+        windows = usual.arguments(config)
+        sees = layers_with_window(windows["window_size"], windows["window_attn_skip_freq"], config["num_hidden_layers"])
         has_positions_everywhere = config.get(_WINDOW, _WIDTH) is None
-        return {**found, "no_rope_freq": None if has_positions_everywhere else [int(not one) for one in sees]}
+        return {
+            **windows,
+            "no_rope_freq": None if has_positions_everywhere else [int(not is_windowed) for is_windowed in sees],
+        }
 
     def why_not(arguments: ModelArguments) -> list[str]:
         layers, skipped = range(arguments.num_layers), arguments.no_rope_freq
         if isinstance(skipped, int):
             skipped = [int((layer + 1) % skipped == 0) for layer in layers]
         sees = layers_with_window(arguments.window_size, arguments.window_attn_skip_freq, arguments.num_layers)
-        expected = [int(not one) for one in sees] if skipped or any(sees) else None
+        expected = [int(not is_windowed) for is_windowed in sees] if skipped or any(sees) else None
         as_expected = expected == (list(skipped) if skipped else None)
         return usual.mismatches(arguments) + (
             [] if as_expected else ["positions in other layers than those with a window"]

@@ -134,10 +134,10 @@ class Family:
 
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
         """Return the `config.json` for a model's arguments, with `vocab_size` without padding."""
-        found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for setting in self.settings:
-            found |= setting.config(arguments)
-        return found
+            config |= setting.config(arguments)
+        return config
 
     def arguments(self, config: Config, neutral: NeutralKeys | None = None) -> ModelArguments:
         """Return a model's arguments for a `config.json`.
@@ -160,19 +160,19 @@ class Family:
         """
         default = class_default(str(config.get("model_type")), _POSITIONS)
         config = {**({} if default is None else {_POSITIONS: default}), **self.defaults, **config}
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         try:
             for setting in self.settings:
-                found |= setting.arguments(config)
-            check_plain(found)
-            experts = found.get("num_experts")
-            chosen = found.get("moe_router_topk")
+                arguments |= setting.arguments(config)
+            check_plain(arguments)
+            experts = arguments.get("num_experts")
+            chosen = arguments.get("moe_router_topk")
             if experts and chosen and chosen > experts:
                 raise ValueError(f"{chosen} experts for each token, of {experts}")
-            by_softmax = found.get("moe_router_score_function", "softmax") == "softmax"
-            if experts and chosen == 1 and by_softmax and not found.get("moe_router_pre_softmax"):
+            by_softmax = arguments.get("moe_router_score_function", "softmax") == "softmax"
+            if experts and chosen == 1 and by_softmax and not arguments.get("moe_router_pre_softmax"):
                 raise ValueError("one expert per token with a gate normalized to 1, which Megatron does not have")
-            return complete(JobArguments.of(found, source="config.json"))
+            return complete(JobArguments.of(arguments, source="config.json"))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise UnsupportedCheckpointError(
                 "config.json lacks a key, or one has an invalid value", found=str(error), where="config.json"
@@ -190,9 +190,9 @@ class Family:
         return SIZES.union(*(setting.expresses for setting in self.settings))
 
     def _check_keys(self, config: Config, neutral: NeutralKeys) -> None:
-        known = self.mapped_keys | neutral.names
+        known_keys = self.mapped_keys | neutral.names
         # A null key has no effect.
-        strange = sorted(key for key, value in config.items() if key not in known and value is not None)
+        strange = sorted(key for key, value in config.items() if key not in known_keys and value is not None)
         if not strange:
             return
         listed = ", ".join(f"{key}: {shorten(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
@@ -216,19 +216,19 @@ class Family:
         Returns:
             None if the published file cannot be changed to describe the job's model.
         """
-        wanted = self.config(arguments)
+        expected = self.config(arguments)
         neutral = neutral_keys(published, str(published.get("model_type")), written=True)
         carried = (self.mapped_keys | neutral.names) - ABOUT_OTHER_FILES
         try:
             before = _with_mtp_of(arguments, self.mapped_arguments(published))
-            found = {key: value for key, value in published.items() if key in carried or value is None}
+            updated = {key: value for key, value in published.items() if key in carried or value is None}
             for setting in self.settings:
                 if (new := setting.config(arguments)) != setting.config(before):
-                    found = {key: value for key, value in found.items() if key not in setting.keys} | new
-            as_written = self.config(_with_mtp_of(arguments, self.mapped_arguments(found)))
+                    updated = {key: value for key, value in updated.items() if key not in setting.keys} | new
+            as_written = self.config(_with_mtp_of(arguments, self.mapped_arguments(updated)))
         except UnsupportedCheckpointError:
             return None
-        return found if as_written == wanted else None
+        return updated if as_written == expected else None
 
     def kept(self, config: Config) -> dict[str, Any]:
         """Return the copied keys of a `config.json`: those without effect, except those about the file."""
@@ -237,8 +237,8 @@ class Family:
 
     def mismatches(self, arguments: ModelArguments) -> list[str]:
         """Return the reasons why a job with these arguments does not train a model of this family."""
-        found = [reason for setting in self.settings for reason in setting.mismatches(arguments)]
-        return found + unexpressed(self.expressed, arguments)
+        reasons = [reason for setting in self.settings for reason in setting.mismatches(arguments)]
+        return reasons + unexpressed(self.expressed, arguments)
 
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         """Return the reasons to prefer another family for a matching model, unless the user names this one."""

@@ -51,10 +51,10 @@ def without_flag(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, An
         names += _WITHOUT_FLAG_LLAMA_3
     if arguments.multi_latent_attention and arguments.rope_type != "rope":
         names += _WITHOUT_FLAG_LATENT
-    found = _not_default(names, arguments)
+    changed = _not_default(names, arguments)
     if arguments.rotary_base != int(arguments.rotary_base):  # `--rotary-base` takes whole numbers
-        found["rotary_base"] = arguments.rotary_base
-    return found
+        changed["rotary_base"] = arguments.rotary_base
+    return changed
 
 
 def ignored(arguments: ModelArguments) -> dict[str, Any]:

@@ -30,11 +30,11 @@ NOTED: Mapping[str, Noted] = {name: row.effect for name, row in ROWS.items() if 
 
 
 def _only_with() -> dict[Condition | Without, dict[str, Any]]:
-    found: dict[Condition | Without, dict[str, Any]] = {}
+    by_condition: dict[Condition | Without, dict[str, Any]] = {}
     for name, row in ROWS.items():
         for condition in row.effect.only_with if isinstance(row.effect, Changes) else ():
-            found.setdefault(condition, {})[name] = row.neutral
-    return found
+            by_condition.setdefault(condition, {})[name] = row.neutral
+    return by_condition
 
 
 ONLY_WITH: Mapping[Condition | Without, Mapping[str, Any]] = _only_with()
@@ -71,25 +71,25 @@ def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[s
         expressed: the arguments that the family's settings map.
         arguments: arguments of the model.
     """
-    found = [
+    descriptions = [
         f"{name} is {shorten(repr(arguments.get(name)))}, for which it has no key"
         for name, neutral in _counting(arguments)
         if name not in expressed and not _is_neutral(arguments.get(name, _UNKNOWN), neutral)
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(descriptions))
 
 
 def differing(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]]:
     """Return the arguments that change the forward pass and that two jobs set differently."""
-    found: dict[str, tuple[Any, Any]] = {}
+    differences: dict[str, tuple[Any, Any]] = {}
     for name in ("layernorm_epsilon", *dict(_counting(a)).keys() & dict(_counting(b)).keys()):
         values = a.get(name, _UNKNOWN), b.get(name, _UNKNOWN)
         plain = [list(value) if isinstance(value, tuple) else value or None for value in values]
         if name == "add_qkv_bias" and a.add_bias_linear and b.add_bias_linear:
             continue  # `add_bias_linear` includes this bias
         if _UNKNOWN not in values and plain[0] != plain[1]:
-            found[name] = values
-    return dict(sorted(found.items()))
+            differences[name] = values
+    return dict(sorted(differences.items()))
 
 
 def notes_on(arguments: ModelArguments) -> list[str]:
@@ -107,8 +107,8 @@ _OWN_MARKS = "mcore_ckpt_ext_"  # arguments that this package adds to the checkp
 def unknown(arguments: ModelArguments) -> list[str]:
     """Return a notice about arguments of the job that no known release of Megatron has."""
     raw = arguments.job.raw
-    known = classified(raw)
-    named = {name: value for name, value in raw.items() if name not in known and not name.startswith(_OWN_MARKS)}
+    known_names = classified(raw)
+    named = {name: value for name, value in raw.items() if name not in known_names and not name.startswith(_OWN_MARKS)}
     set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
     if not set_ones:
         return []
@@ -124,8 +124,8 @@ def _counting(arguments: ModelArguments) -> Iterator[tuple[str, Any]]:
             yield from dependent.items()
 
 
-def _is_neutral(found: Any, neutral: Any) -> bool:
+def _is_neutral(argument: Any, neutral: Any) -> bool:
     if isinstance(neutral, AnyBut):
-        several = found if isinstance(found, (list, tuple)) else [found]
-        return not any(one in neutral.others for one in several)
-    return found is _UNKNOWN or (found or None) == (neutral or None)
+        several = argument if isinstance(argument, (list, tuple)) else [argument]
+        return not any(entry in neutral.others for entry in several)
+    return argument is _UNKNOWN or (argument or None) == (neutral or None)

@@ -108,10 +108,12 @@ def _layers() -> Setting:
         layers, interval = range(config["num_hidden_layers"]), config.get("full_attention_interval") or 4
         usual = [(layer + 1) % interval != 0 for layer in layers]
         kinds = config.get("layer_types")
-        found = usual if kinds is None else [kind == _LINEAR for kind in kinds]
-        if len(found) != len(layers) or not {*(kinds or ())} <= {_LINEAR, _FULL}:
+        linear_layers = usual if kinds is None else [kind == _LINEAR for kind in kinds]
+        if len(linear_layers) != len(layers) or not {*(kinds or ())} <= {_LINEAR, _FULL}:
             raise unrepresentable("layer_types", kinds, f"{_LINEAR} or {_FULL}, for each layer")
-        return {"linear_attention_freq": interval if found == usual else [int(one) for one in found]}
+        return {
+            "linear_attention_freq": interval if linear_layers == usual else [int(linear) for linear in linear_layers]
+        }
 
     keys = ("layer_types", "full_attention_interval")
     return Custom(keys, to_config, to_arguments, expressed=("linear_attention_freq",))
@@ -164,8 +166,8 @@ class WithGatedDeltaNets(Family):
             "out_norm.weight": (arguments.linear_value_head_dim,),
             "out_proj.weight": (arguments.hidden_size, rows["value"]),
         }
-        found = shapes.get(name.rpartition(".self_attention.")[2])
-        return super().shape(name, arguments) if found is None else found
+        shape = shapes.get(name.rpartition(".self_attention.")[2])
+        return super().shape(name, arguments) if shape is None else shape
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:

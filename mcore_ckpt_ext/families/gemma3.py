@@ -44,18 +44,18 @@ def _rope() -> Setting:
             outer = {key: config[key] for key in ("rope_theta", "rope_scaling") if config.get(key)}
             of_windows = {"rope_theta": config["rope_local_base_freq"]} if config.get("rope_local_base_freq") else {}
             local = rope_parameters({**of_windows, "rope_parameters": of_layers.get(_LOCAL)})
-            found = rope_parameters({**outer, "rope_parameters": of_layers.get(_GLOBAL)}, 1000000.0)
+            global_parameters = rope_parameters({**outer, "rope_parameters": of_layers.get(_GLOBAL)}, 1000000.0)
         else:  # until transformers 4
             local = rope_parameters({"rope_theta": config.get("rope_local_base_freq", 10000.0)})
-            found = rope_parameters(config, 1000000.0)
-        kind, factor = found["rope_type"], found.get("factor")
+            global_parameters = rope_parameters(config, 1000000.0)
+        kind, factor = global_parameters["rope_type"], global_parameters.get("factor")
         if local["rope_type"] != "default" or kind not in ("default", "linear"):
             raise unrepresentable(
                 "rope_parameters", f"{local['rope_type']} and {kind}", "default, and default or linear"
             )
         return {
             "position_embedding_type": "rope",
-            "rotary_base": base_of(found),
+            "rotary_base": base_of(global_parameters),
             "rotary_base_local": base_of(local),
             "rotary_seq_len_interpolation_factor": factor if kind == "linear" else None,
         }

@@ -23,10 +23,10 @@ def _pattern(config: Config) -> list[int]:
     Without a list, only the first layer is dense.
     """
     layers = config["num_hidden_layers"]
-    found = config.get(KINDS_OF_LAYERS) or [DENSE, *[SPARSE] * (layers - 1)]
-    pattern = [int(kind == SPARSE) for kind in found]
-    if len(found) != layers or not {*found} <= {DENSE, SPARSE} or pattern != sorted(pattern) or not pattern[-1]:
-        raise unrepresentable(KINDS_OF_LAYERS, found, f"{DENSE} layers, then {SPARSE} ones")
+    kinds = config.get(KINDS_OF_LAYERS) or [DENSE, *[SPARSE] * (layers - 1)]
+    pattern = [int(kind == SPARSE) for kind in kinds]
+    if len(kinds) != layers or not {*kinds} <= {DENSE, SPARSE} or pattern != sorted(pattern) or not pattern[-1]:
+        raise unrepresentable(KINDS_OF_LAYERS, kinds, f"{DENSE} layers, then {SPARSE} ones")
     dense = layers - sum(pattern)
     if config.get(COUNT_OF_DENSE, dense) != dense:
         raise unrepresentable(COUNT_OF_DENSE, config[COUNT_OF_DENSE], f"{dense}, as {KINDS_OF_LAYERS} says")

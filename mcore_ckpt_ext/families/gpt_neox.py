@@ -54,8 +54,8 @@ def _positions() -> Setting:
     usual = rope(partial=0.25)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        found = usual.config(arguments)
-        return {"rope_scaling": found["rope_scaling"], **{older: found[newer] for older, newer in _OLDER.items()}}
+        config = usual.config(arguments)
+        return {"rope_scaling": config["rope_scaling"], **{older: config[newer] for older, newer in _OLDER.items()}}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         for older, newer in _OLDER.items():

@@ -205,8 +205,8 @@ class DeepSeekV32(WithMtp):
             "k_norm.bias": (width,),
             "linear_weights_proj.weight": (heads, arguments.hidden_size),
         }
-        found = shapes.get(name.rpartition(".core_attention.indexer.")[2])
-        return super().shape(name, arguments) if found is None else found
+        shape = shapes.get(name.rpartition(".core_attention.indexer.")[2])
+        return super().shape(name, arguments) if shape is None else shape
 
 
 def _check_experts(config: Config) -> None:

@@ -69,11 +69,11 @@ def _blocks(encoded: str, heads: int, hidden: int) -> tuple[Block, ...]:
     return tuple(_read_blocks(json.loads(encoded)[_BLOCKS], heads, hidden))
 
 
-def _read_blocks(found: Sequence[Mapping[str, Any]], heads: int, hidden: int) -> Iterator[Block]:
-    for number, block in enumerate(found):
-        for part, known in _KEYS.items():
+def _read_blocks(blocks: Sequence[Mapping[str, Any]], heads: int, hidden: int) -> Iterator[Block]:
+    for number, block in enumerate(blocks):
+        for part, known_keys in _KEYS.items():
             for key, value in block[part].items():
-                if key not in known and value not in (None, False):
+                if key not in known_keys and value not in (None, False):
                     raise unrepresentable(f"{_BLOCKS}[{number}].{part}.{key}", value, "null or false")
                 if value not in (None, _NEUTRAL.get(key, value)):
                     raise unrepresentable(f"{_BLOCKS}[{number}].{part}.{key}", value, str(_NEUTRAL[key]))
@@ -108,7 +108,9 @@ def _layers() -> Setting:
             raise unrepresentable(_BLOCKS, f"{len(blocks)} blocks", f"{config['num_hidden_layers']}, as layers")
         groups = {block.groups for block in blocks if block.groups}
         if len(groups) != 1:
-            raise unrepresentable(_HEADS_IN_GROUP, sorted(heads // one for one in groups), "one number for all layers")
+            raise unrepresentable(
+                _HEADS_IN_GROUP, sorted(heads // group_count for group_count in groups), "one number for all layers"
+            )
         positions = rope_parameters(config)
         if positions["rope_type"] != "llama3":
             raise unrepresentable("rope_scaling", positions["rope_type"], "llama3, which Megatron requires here")

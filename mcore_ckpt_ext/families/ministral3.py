@@ -29,8 +29,8 @@ def _positions() -> Setting:
     yarn = rope(1000000.0, ignored=(_BETA, _LENGTH))
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        found = yarn.config(arguments)
-        return {_NESTED: {**found["rope_scaling"], "rope_theta": found["rope_theta"], _BETA: 0.0}}
+        config = yarn.config(arguments)
+        return {_NESTED: {**config["rope_scaling"], "rope_theta": config["rope_theta"], _BETA: 0.0}}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         beta = (config.get(_NESTED) or {_BETA: 0.1}).get(_BETA)

@@ -78,15 +78,15 @@ def nearest_families(config: Mapping[str, Any], names: Collection[str], families
     """Return the families that map most keys of a `config.json` and most tensors, the nearest first."""
     present = {key for key, value in config.items() if value is not None} - WITHOUT_EFFECT
     kinds = _kinds(names)
-    found = []
+    ranked = []
     for family in families:
         keys = sorted(present - family.mapped_keys)
         tensors = sorted(_unexplained(kinds, family))
         absent = {key for setting in family.settings for key in setting.keys} - config.keys()
         without = _kinds_of(family.rules) - kinds if kinds else set()
-        found.append((len(keys) + len(tensors) + len(without), len(absent), Nearest(family, keys, tensors)))
-    found.sort(key=lambda one: one[:2])
-    return [nearest for _, _, nearest in found[:_NEAREST]]
+        ranked.append((len(keys) + len(tensors) + len(without), len(absent), Nearest(family, keys, tensors)))
+    ranked.sort(key=lambda entry: entry[:2])
+    return [nearest for _, _, nearest in ranked[:_NEAREST]]
 
 
 def _kinds(names: Collection[str]) -> set[str]:

@@ -54,8 +54,8 @@ _EPSILON = 1e-5  # fixed in the norms of Megatron's mixers
 
 def pattern_of(arguments: ModelArguments) -> str:
     """Return a letter for each layer, without Megatron's marks for pipeline stages and MTP layers."""
-    found = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
-    return str(found).partition("/")[0].replace("|", "")
+    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
+    return str(pattern).partition("/")[0].replace("|", "")
 
 
 def _is(kind: str) -> Condition:
@@ -108,11 +108,11 @@ def _pattern_in(config: Config) -> str:
     """Return the pattern as transformers does: a list has precedence over it."""
     kinds = config.get("layers_block_type") or config.get("layer_types")
     pattern = config.get("hybrid_override_pattern")
-    found = pattern if kinds is None else "".join(_KINDS.get(kind, "?") for kind in kinds)
-    if not found or {*found} - {*_KINDS.values()} or (pattern and pattern != found):
-        both = f"{pattern}, and {found} in layers_block_type" if pattern and kinds else kinds or pattern
+    letters = pattern if kinds is None else "".join(_KINDS.get(kind, "?") for kind in kinds)
+    if not letters or {*letters} - {*_KINDS.values()} or (pattern and pattern != letters):
+        both = f"{pattern}, and {letters} in layers_block_type" if pattern and kinds else kinds or pattern
         raise unrepresentable("hybrid_override_pattern", both, "M, *, - or E for each layer")
-    return str(found)
+    return str(letters)
 
 
 def _layers() -> Setting:
@@ -122,8 +122,8 @@ def _layers() -> Setting:
 
     def why_not(arguments: ModelArguments) -> list[str]:
         pattern = pattern_of(arguments)
-        known = len(pattern) == arguments.num_layers and not {*pattern} - {*_KINDS.values()}
-        return [] if known else [f"no hybrid_layer_pattern of M, *, - and E, but {pattern!r}"]
+        is_valid = len(pattern) == arguments.num_layers and not {*pattern} - {*_KINDS.values()}
+        return [] if is_valid else [f"no hybrid_layer_pattern of M, *, - and E, but {pattern!r}"]
 
     return Custom(
         ("hybrid_override_pattern", "layers_block_type", "layer_types", "num_hidden_layers"),
@@ -179,18 +179,26 @@ class WithExperts(Setting):
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
         has = EXPERTS in pattern_of(arguments)
-        return {key: value for one in self._settings for key, value in one.config(arguments).items()} if has else {}
+        return (
+            {key: value for setting in self._settings for key, value in setting.config(arguments).items()}
+            if has
+            else {}
+        )
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
         has = EXPERTS in _pattern_in(config)
-        return {name: value for one in self._settings for name, value in one.arguments(config).items()} if has else {}
+        return (
+            {name: value for setting in self._settings for name, value in setting.arguments(config).items()}
+            if has
+            else {}
+        )
 
     @override
     def mismatches(self, arguments: ModelArguments) -> list[str]:
         if EXPERTS not in pattern_of(arguments):
             return []
-        return [reason for one in self._settings for reason in one.mismatches(arguments)]
+        return [reason for setting in self._settings for reason in setting.mismatches(arguments)]
 
 
 class NemotronH(Family):
@@ -258,8 +266,8 @@ class NemotronH(Family):
         }  # fmt: skip
         if name == "decoder.final_norm.weight":
             return (hidden,)
-        if (found := shapes.get(name.rpartition(".mixer.")[2])) is not None and ".mixer." in name:
-            return found
+        if (mixer_shape := shapes.get(name.rpartition(".mixer.")[2])) is not None and ".mixer." in name:
+            return mixer_shape
         if "_latent_proj." in name:
             return (latent, hidden) if "fc1_" in name else (hidden, latent)
         shape = super().shape(name, arguments)
@@ -271,13 +279,15 @@ class NemotronH(Family):
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
         new, old = (f"--spec {' '.join(spec)}" for spec in HYBRID_SPECS[:2])
-        found = [f"pretrain_hybrid.py, not pretrain_gpt.py, trains it, with {new}; up to 0.17 pretrain_mamba.py, {old}"]
+        notices = [
+            f"pretrain_hybrid.py, not pretrain_gpt.py, trains it, with {new}; up to 0.17 pretrain_mamba.py, {old}"
+        ]
         if MIXER in pattern_of(arguments):
-            found.append(
+            notices.append(
                 f"transformers limits the time steps of mixers to time_step_min ({_LEAST_STEP} by default) or more, "
                 "Megatron does not: for smaller time steps the two compute differently"
             )
-        return found
+        return notices
 
     @override
     def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:

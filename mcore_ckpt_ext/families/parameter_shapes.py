@@ -24,12 +24,12 @@ def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
         return (arguments.num_experts or 0,) if leaf == "expert_bias" else (1, arguments.hidden_size)
     if leaf == "softmax_offset":
         return (arguments.num_attention_heads,)
-    found = _linear(name, module, arguments) or _norm(module, leaf, arguments)
-    if found is None:
+    shape = _linear(name, module, arguments) or _norm(module, leaf, arguments)
+    if shape is None:
         raise UnsupportedCheckpointError("the shape of a parameter is unknown", where=name)
     if leaf.startswith("layer_norm_"):
-        return found[-1:]
-    return found[:1] if leaf == "bias" else found
+        return shape[-1:]
+    return shape[:1] if leaf == "bias" else shape
 
 
 def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int] | None:
@@ -83,8 +83,8 @@ def _norm(module: str, leaf: str, arguments: ModelArguments) -> tuple[int, ...] 
         "enorm": "hidden_size",
         "hnorm": "hidden_size",
     }
-    known = module in widths and leaf in ("weight", "bias")
-    return (int(arguments.value(widths[module]) or 0),) if known else None
+    is_norm = module in widths and leaf in ("weight", "bias")
+    return (int(arguments.value(widths[module]) or 0),) if is_norm else None
 
 
 def spec_name(name: str, arguments: ModelArguments) -> str:

@@ -154,8 +154,8 @@ def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     }
     return (
         *(
-            Rule(f"mtp.{one}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
-            for one, other in named.items()
+            Rule(f"mtp.{their_name}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
+            for their_name, other in named.items()
         ),
         *of_further_token(rules),
     )

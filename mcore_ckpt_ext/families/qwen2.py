@@ -52,8 +52,8 @@ def _mtp_layers() -> tuple[Rule, ...]:
     theirs = "model.mtp_layers.{step}"
     return (
         *(
-            Rule(f"{theirs}.{one}.weight", f"{ours}.{other}.weight", swapped=one == "input_proj")
-            for one, other in _MTP_LAYER.items()
+            Rule(f"{theirs}.{their_name}.weight", f"{ours}.{other}.weight", swapped=their_name == "input_proj")
+            for their_name, other in _MTP_LAYER.items()
         ),
         *(
             replace(

@@ -156,8 +156,8 @@ def family_named(name: str) -> Family:
     for registered in registered_here():
         if name.lower() in (registered.class_name.lower(), registered.model_type):
             return registered.load()
-    similar = get_close_matches(name.lower(), {known.lower(): known for known in _names()}, n=1)
-    meant = next((known for known in _names() if [known.lower()] == similar), None)
+    similar = get_close_matches(name.lower(), {known_name.lower(): known_name for known_name in _names()}, n=1)
+    meant = next((known_name for known_name in _names() if [known_name.lower()] == similar), None)
     raise UnsupportedCheckpointError(
         "unknown model family",
         found=name,
@@ -188,15 +188,15 @@ def _from_file(path: str, name: str) -> Family:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UnsupportedCheckpointError("the family's file raises an error", found=repr(error), where=path) from error
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, Family)):
+    family_class = getattr(module, name, None)
+    if not (isinstance(family_class, type) and issubclass(family_class, Family)):
         raise UnsupportedCheckpointError(
             "the file has no family of that name",
             found=name,
             expected="a class derived from families.family.Family",
             where=path,
         )
-    return found()
+    return family_class()
 
 
 def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], Collection[str]] = tuple) -> Family:
@@ -235,8 +235,8 @@ def _check_class(family: Family, classes: object, where: str) -> None:
 
     A class of no known family may be a head, or a class of the folder's own code.
     """
-    own = (family.architecture, family.alternative_architecture)
-    others = {one.architecture: one.name for one in FAMILIES if one.architecture not in own}
+    architectures = (family.architecture, family.alternative_architecture)
+    others = {other.architecture: other.name for other in FAMILIES if other.architecture not in architectures}
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and name in others:
             raise UnsupportedCheckpointError(
@@ -271,30 +271,30 @@ def family_of_megatron(
     """
     fits = [fit(family, arguments, names) for family in ((wanted,) if wanted else FAMILIES)]
     if not wanted:
-        is_one_of_ours = not all(found.reasons for found in fits)
-        more = [one for one in registered_here() if not is_one_of_ours or one.model_type == once]
+        is_one_of_ours = not all(candidate.reasons for candidate in fits)
+        more = [registered for registered in registered_here() if not is_one_of_ours or registered.model_type == once]
         fits += [fit(family, arguments, names) for family in map(loadable, more) if family]
-    fitting = [found for found in fits if not found.reasons]
+    fitting = [candidate for candidate in fits if not candidate.reasons]
     if len(fitting) > 1:
-        before = [found for found in fitting if found.family.model_type == once]
-        fitting = before or [found for found in fitting if not found.family.prefer_other_family(arguments)]
+        before = [candidate for candidate in fitting if candidate.family.model_type == once]
+        fitting = before or [candidate for candidate in fitting if not candidate.family.prefer_other_family(arguments)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise UnsupportedCheckpointError(
             "the checkpoint fits several model families",
-            found=", ".join(found.family.described for found in fitting),
+            found=", ".join(candidate.family.described for candidate in fitting),
             where=where,
             hint=f"choose one: --family {fitting[0].family.name}",
         )
-    fits.sort(key=lambda found: (not found.by_names, len(found.reasons)))
+    fits.sort(key=lambda candidate: (not candidate.by_names, len(candidate.reasons)))
     raise UnsupportedCheckpointError(
         "the checkpoint matches no known model family"
         if wanted is None
         else f"the checkpoint does not match the model family {wanted.name}",
         found="; ".join(
-            f"{found.family.name} does not match: {', '.join(found.summary)}"
-            for found in fits[: 1 if fits[0].by_names else 3]
+            f"{candidate.family.name} does not match: {', '.join(candidate.summary)}"
+            for candidate in fits[: 1 if fits[0].by_names else 3]
         ),
         expected=_LISTED,
         where=where,
@@ -328,15 +328,15 @@ def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | Non
     if names is None:
         return Fit(family, arguments, [])
     left_out = set(matching(names, family.megatron_left_out))
-    found: list[Fit] = []
+    fits: list[Fit] = []
     for spec in dict.fromkeys((arguments.transformer_impl, "transformer_engine", "local")):
         under = arguments.replace(transformer_impl=spec)
         try:
             expected = set(parameter_shapes(family.tensors(under)))
         except UnsupportedCheckpointError as error:
-            found.append(Fit(family, under, [str(error)]))
+            fits.append(Fit(family, under, [str(error)]))
             continue
         differing = [f"no {name}" for name in sorted(expected - set(names))]
         differing += [with_indefinite_article(name) for name in sorted(set(names) - expected - left_out)]
-        found.append(Fit(family, under, differing))
-    return min(found, key=lambda one: len(one.reasons))
+        fits.append(Fit(family, under, differing))
+    return min(fits, key=lambda candidate: len(candidate.reasons))

@@ -60,33 +60,33 @@ def rope_parameters(
     parameters = [_parameters(key, value, config, theta, ignored) for key, value in given.items()]
     if parameters[0] != parameters[-1]:
         raise contradictory("rope_scaling", parameters[0], f"{parameters[-1]} in rope_parameters")
-    found = parameters[0]
-    kind = str(found["rope_type"])
+    rope_keys = parameters[0]
+    kind = str(rope_keys["rope_type"])
     if kind not in _OF_KIND or (kind == "dynamic" and not dynamic):
         expected = ", ".join(kind for kind in _OF_KIND if kind != "dynamic" or dynamic)
-        raise unrepresentable("rope_scaling", _why_not(found), expected)
-    if strange := sorted(found.keys() - _ALWAYS - _OF_KIND[kind]):
+        raise unrepresentable("rope_scaling", _why_not(rope_keys), expected)
+    if strange := sorted(rope_keys.keys() - _ALWAYS - _OF_KIND[kind]):
         raise unrepresentable(f"rope_scaling of type {kind}", ", ".join(strange), ", ".join(sorted(_OF_KIND[kind])))
-    return {**found, "rope_type": "default"} if kind == "dynamic" else found
+    return {**rope_keys, "rope_type": "default"} if kind == "dynamic" else rope_keys
 
 
-def _why_not(found: Mapping[str, Any]) -> str:
+def _why_not(scaling: Mapping[str, Any]) -> str:
     """Describe a kind of scaling that Megatron does not have, with the reason for LongRoPE.
 
     Source: `_compute_longrope_parameters` of modeling_rope_utils.py. Only Megatron's `YarnRotaryEmbedding` multiplies
     cosine and sine; up to the development head of August 2026 it ignores `rotary_percent`.
     """
-    kind = str(found["rope_type"])
+    kind = str(scaling["rope_type"])
     if kind not in ("longrope", "su"):
-        return shorten(repr(found))
-    factors = found.get("short_factor") or []
-    own = [factor for factor in factors if factor != 1]
-    if own:
-        return f"{kind}, whose short_factor scales {len(own)} of {len(factors)} frequencies each in its own way"
-    if found.get(_PART, 1.0) != 1.0:
+        return shorten(repr(scaling))
+    factors = scaling.get("short_factor") or []
+    scaled = [factor for factor in factors if factor != 1]
+    if scaled:
+        return f"{kind}, whose short_factor scales {len(scaled)} of {len(factors)} frequencies each in its own way"
+    if scaling.get(_PART, 1.0) != 1.0:
         return (
-            f"{kind}, whose attention factor multiplies the part of a head that is rotated, {found[_PART]}: Megatron's "
-            "YaRN, which has such a factor, rotates whole heads"
+            f"{kind}, whose attention factor multiplies the part of a head that is rotated, {scaling[_PART]}: "
+            "Megatron's YaRN, which has such a factor, rotates whole heads"
         )
     return f"{kind}, whose frequencies change with the length of the text"
 
@@ -95,13 +95,13 @@ def _parameters(key: str, given: Any, config: Config, theta: float, ignored: Col
     """Return the parameters in one of the two keys, completed by other keys of `config.json`."""
     if not isinstance(given, Mapping):
         raise unrepresentable(key, shorten(repr(given)), "keys with values, or null")
-    found = {name: value for name, value in given.items() if value is not None and name not in ignored}
-    found.setdefault("rope_type", found.pop("type", "default"))
+    parameters = {name: value for name, value in given.items() if value is not None and name not in ignored}
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
     for name in ("rope_theta", _PART):
-        if (other := config.get(name)) is not None and found.setdefault(name, other) != other:
-            raise contradictory(name, other, f"{found[name]} among {key}")
-    found.setdefault("rope_theta", config.get("rope_theta", theta))
-    return found
+        if (other := config.get(name)) is not None and parameters.setdefault(name, other) != other:
+            raise contradictory(name, other, f"{parameters[name]} among {key}")
+    parameters.setdefault("rope_theta", config.get("rope_theta", theta))
+    return parameters
 
 
 def base_of(found: Mapping[str, Any]) -> float:
@@ -141,20 +141,20 @@ def rope(
     def to_arguments(config: Config) -> dict[str, Any]:
         by_default = scaling is not None and not any(config.get(key) for key in _NESTED)
         explicit = {**config, "rope_scaling": scaling} if by_default else config
-        found = rope_parameters(explicit, theta, ignored, dynamic=True)
+        parameters = rope_parameters(explicit, theta, ignored, dynamic=True)
         if width in config:
-            found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
-        kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)
+            parameters.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
+        kind, part = parameters["rope_type"], parameters.get("partial_rotary_factor", partial or 1.0)
         arguments = {
             "position_embedding_type": "rope",
-            "rotary_base": base_of(found),
+            "rotary_base": base_of(parameters),
             "use_rope_scaling": False,
             "rotary_percent": part,
             "rotary_interleaved": interleaved,
         }
         if part != 1.0 and (partial is None or kind != "default"):
             raise unrepresentable("partial_rotary_factor", part, "1.0")
-        return arguments | _scaling_to_arguments(kind, found, config)
+        return arguments | _scaling_to_arguments(kind, parameters, config)
 
     def why_not(arguments: ModelArguments) -> list[str]:
         kind = arguments.position_embedding_type
@@ -261,14 +261,14 @@ def _yarn_to_config(arguments: ModelArguments) -> dict[str, Any]:
     return {"rope_type": "yarn", **settings}
 
 
-def _yarn_to_arguments(found: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    factor, original = yarn_lengths(found, config)
-    mscale, all_dim = mscales(found, factor)
+def _yarn_to_arguments(parameters: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    factor, original = yarn_lengths(parameters, config)
+    mscale, all_dim = mscales(parameters, factor)
     return {
         "rotary_scaling_factor": factor,
         "yarn_original_max_position_embeddings": original,
-        **{_YARN[key]: float(found.get(key) or absent) for key, absent in _BETAS.items()},
-        "yarn_correction_range_round_to_int": bool(found.get("truncate", True)),
+        **{_YARN[key]: float(parameters.get(key) or absent) for key, absent in _BETAS.items()},
+        "yarn_correction_range_round_to_int": bool(parameters.get("truncate", True)),
         "mscale": mscale,
         "mscale_all_dim": all_dim,
     }
@@ -301,16 +301,16 @@ def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) ->
     """
     mscale = found.get("mscale")
     all_dim = found.get("mscale_all_dim")
-    wanted = found.get("attention_factor")
-    if wanted is None and mscale and all_dim:
+    attention_factor = found.get("attention_factor")
+    if attention_factor is None and mscale and all_dim:
         return mscale, all_dim
     kept = float(all_dim or 0.0) if latent else 0.0
-    wanted = _scale(factor, 1.0) if wanted is None else float(wanted)
-    if wanted == concentration(factor, 1.0, kept):
+    attention_factor = _scale(factor, 1.0) if attention_factor is None else float(attention_factor)
+    if attention_factor == concentration(factor, 1.0, kept):
         return 1.0, kept
     if factor <= 1:
-        raise unrepresentable("rope_scaling attention_factor", wanted, "1.0 where the factor is 1 or less")
-    return (wanted * _scale(factor, kept) - 1.0) / (0.1 * log(factor)), kept
+        raise unrepresentable("rope_scaling attention_factor", attention_factor, "1.0 where the factor is 1 or less")
+    return (attention_factor * _scale(factor, kept) - 1.0) / (0.1 * log(factor)), kept
 
 
 def dynamic_notices(config: Config, arguments: ModelArguments) -> list[str]:

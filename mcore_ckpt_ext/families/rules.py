@@ -176,9 +176,9 @@ def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple
             ends = tuple(offset + size for offset, size in zip(behind, region.sizes[1:], strict=True))
             inner[name] = max(ends, inner.get(name, ends))
     shapes: dict[str, tuple[int, ...]] = {}
-    for (name, _), found in spans.items():
+    for (name, _), ranges in spans.items():
         end = 0
-        for start, count in sorted(found):
+        for start, count in sorted(ranges):
             if start != end:
                 raise UnsupportedCheckpointError(
                     "the family's rules omit or repeat rows of a parameter",

@@ -116,9 +116,9 @@ class Size(Mapped):
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
-        found = super().arguments(config)
-        checked_size(self.key, found[self.argument], MOST_COUNTED if self.counted else 1 << 40)
-        return found
+        arguments = super().arguments(config)
+        checked_size(self.key, arguments[self.argument], MOST_COUNTED if self.counted else 1 << 40)
+        return arguments
 
 
 @dataclass
@@ -141,9 +141,9 @@ class Constant(Setting):
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
-        found = config.get(self.key, self.value)
-        if found != self.value and (found is not None or self.value is True):
-            raise unrepresentable(self.key, found, f"{self.value}")
+        configured = config.get(self.key, self.value)
+        if configured != self.value and (configured is not None or self.value is True):
+            raise unrepresentable(self.key, configured, f"{self.value}")
         return dict(self.needed)
 
     @override

@@ -37,7 +37,7 @@ def _skipping(config: Config) -> dict[str, Any]:
     if len(rotated) < len(layers):
         raise unrepresentable("no_rope_layers", rotated, f"an entry for each of {len(layers)} layers")
     rotated = rotated[: len(layers)]  # further entries have no layer
-    return {"no_rope_freq": [1 - int(bool(one)) for one in rotated]}
+    return {"no_rope_freq": [1 - int(bool(is_rotated)) for is_rotated in rotated]}
 
 
 class SmolLM3(Family):

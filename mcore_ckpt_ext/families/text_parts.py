@@ -103,14 +103,14 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     whole = {key: config[key] for key in _OF_THE_FILE if key in config}
     if _TIED in owner:  # the model around the text ties its embeddings
         whole[_TIED] = owner[_TIED]
-    found = {**_DEFAULTS.get(whole_kind, {}), **(config if inside is None else inside), **whole}
+    text = {**_DEFAULTS.get(whole_kind, {}), **(config if inside is None else inside), **whole}
     for key in (*_OF_IMAGES, *_TEXT):
-        found.pop(key, None)
+        text.pop(key, None)
     for key in _ROPE:
-        if isinstance(found.get(key), Mapping):
-            found[key] = _of_one_axis(found[key])
+        if isinstance(text.get(key), Mapping):
+            text[key] = _of_one_axis(text[key])
     always = _ALWAYS.get(str(config["model_type"]), {})
-    return {**found, **always, "model_type": kind, "architectures": None}
+    return {**text, **always, "model_type": kind, "architectures": None}
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -127,9 +127,9 @@ def _owner_of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a scaling without its keys for images; None if it only had these."""
-    found = {key: value for key, value in scaling.items() if key not in _AXES}
-    found = {key: "default" if value == "mrope" else value for key, value in found.items()}
-    return None if found.keys() <= {"type", "rope_type"} and {*found.values()} == {"default"} else found
+    kept = {key: value for key, value in scaling.items() if key not in _AXES}
+    kept = {key: "default" if value == "mrope" else value for key, value in kept.items()}
+    return None if kept.keys() <= {"type", "rope_type"} and {*kept.values()} == {"default"} else kept
 
 
 def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -139,11 +139,11 @@ def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any])
     """
     hidden = config.get("hidden_size")
     width = config.get("moe_intermediate_size")
-    gate_and_up, down = (name.endswith(f".mlp.experts.{one}_proj") for one in ("gate_up", "down"))
+    gate_and_up, down = (name.endswith(f".mlp.experts.{projection}_proj") for projection in ("gate_up", "down"))
     if not (gate_and_up or down) or type(hidden) is not int or type(width) is not int or len(shape) != 3:
         return None
-    wanted = (2 * width, hidden) if gate_and_up else (hidden, width)
-    return (shape[0], *wanted) if shape[1:] != wanted and shape[1:] == wanted[::-1] else None
+    expected = (2 * width, hidden) if gate_and_up else (hidden, width)
+    return (shape[0], *expected) if shape[1:] != expected and shape[1:] == expected[::-1] else None
 
 
 def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
@@ -172,10 +172,10 @@ def text_names(names: Iterable[str]) -> dict[str, str | None]:
     Returns:
         The name in such a folder by given name; None for tensors of other parts, such as a vision tower.
     """
-    found: dict[str, str | None] = {}
+    text_by_name: dict[str, str | None] = {}
     for name in names:
         text = name
         for pattern, ours in _NAMES:
             text = pattern.sub(ours, text)
-        found[name] = None if _OTHERS.match(name) else text
-    return found
+        text_by_name[name] = None if _OTHERS.match(name) else text
+    return text_by_name

@@ -90,7 +90,9 @@ class VisionTower:
     def ours(self, name: str) -> str | None:
         """Return the name in Megatron of a tensor of a Hugging Face folder; None if Megatron lacks it."""
         name = self.spelled(name)
-        return next((found for rule in self.rules if (found := _translated(name, rule.theirs, rule.ours))), None)
+        return next(
+            (translated for rule in self.rules if (translated := _translated(name, rule.theirs, rule.ours))), None
+        )
 
     def spelled(self, name: str) -> str:
         """Return the name that is written for a name in a published folder."""
@@ -144,11 +146,11 @@ class VisionTower:
             raise UnsupportedCheckpointError("config.json lacks a key", expected=lacking, where="config.json")
         self._check_fixed(vision)
         plain = {key: value for key, value in vision.items() if key not in _ROPE and not isinstance(value, Mapping)}
-        found = {name: config[key] for key, name in self.fields.items() if key in config}
-        check_plain({**plain, **found, _SECTIONS: section})
+        copied = {name: config[key] for key, name in self.fields.items() if key in config}
+        check_plain({**plain, **copied, _SECTIONS: section})
         axes = {"position_embedding_type": "mrope", _SECTIONS: section} if self.axes else {}
         return {
-            **found,
+            **copied,
             **axes,
             "_target_": f"megatron.bridge.models.{self.provider}",
             "scatter_embedding_sequence_parallel": False,
@@ -174,19 +176,19 @@ class VisionTower:
     def mismatches(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return contradictions between a `config.json` and the shapes of the vision tower in Megatron."""
         vision = config.get("vision_config") or {}
-        found = [f"no {name}" for name in self._wanted(shapes) if name not in shapes]
+        reasons = [f"no {name}" for name in self._wanted(shapes) if name not in shapes]
         for key, (pattern, axis) in self.sizes.items():
             matches = {match[0]: shape for name, shape in shapes.items() if (match := re.match(pattern, name))}
             sizes = (shape[axis] for shape in matches.values() if axis is not None and axis < len(shape))
             size = len(matches) if axis is None else next(sizes, None)
             value = vision.get(key)
             if (len(value) if isinstance(value, (list, tuple)) else value) != size:
-                found.append(f"{key} is {value} in vision_config, and {size} by the tensors")
+                reasons.append(f"{key} is {value} in vision_config, and {size} by the tensors")
         section = sections_of(config)
         head = _head_size(config)
         if self.axes and head is not None and 2 * sum(section or ()) != head:
-            found.append(f"{_SECTIONS} is {section}, and heads have {head} elements")
-        return found if found or self.unlike is None else [*self.unlike(vision, shapes)]
+            reasons.append(f"{_SECTIONS} is {section}, and heads have {head} elements")
+        return reasons if reasons or self.unlike is None else [*self.unlike(vision, shapes)]
 
     def _wanted(self, names: Collection[str]) -> Iterator[str]:
         """Yield all names of the vision tower, with as many blocks and mergers as the given names have."""
@@ -203,7 +205,12 @@ class VisionTower:
     def states_of(self, names: Collection[str]) -> dict[str, bool]:
         """Return the modules with an extra state, and whether the state is Transformer Engine's."""
         modules = {name.rpartition(".")[0] for name in names}
-        return {one: engine for one in sorted(modules) for pattern, engine in self.states if re.fullmatch(pattern, one)}
+        return {
+            module: engine
+            for module in sorted(modules)
+            for pattern, engine in self.states
+            if re.fullmatch(pattern, module)
+        }
 
 
 def sections_of(config: Mapping[str, Any]) -> Any:
@@ -230,10 +237,10 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(re.escape(_NUMBER), r"(\d+)"))
 
 
-def _translated(name: str, one: str, other: str) -> str | None:
+def _translated(name: str, source: str, target: str) -> str | None:
     """Translate a name from one template of a rule to the other; None if it does not match."""
-    match = _pattern(one).fullmatch(name)
-    return match and other.replace(_NUMBER, match[1] if _NUMBER in one else "")
+    match = _pattern(source).fullmatch(name)
+    return match and target.replace(_NUMBER, match[1] if _NUMBER in source else "")
 
 
 def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]:

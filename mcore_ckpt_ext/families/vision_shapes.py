@@ -67,10 +67,10 @@ def vision_shapes(config: Mapping[str, Any]) -> Shapes | None:
         None if this package does not know the tower, or the configuration does not determine it.
     """
     vision = config.get("vision_config")
-    known = _TOWERS.get(str(config.get("model_type")))
-    if known is None or not isinstance(vision, Mapping):
+    tower = _TOWERS.get(str(config.get("model_type")))
+    if tower is None or not isinstance(vision, Mapping):
         return None
-    defaults, shapes_of = known
+    defaults, shapes_of = tower
     sizes = {key: vision.get(key, default) for key, default in defaults.items()}
     sizes["in_channels"] = vision.get("in_chans", sizes.get("in_channels", 3))
     if not all(type(size) is int and size > 0 for size in sizes.values()):
@@ -96,17 +96,17 @@ def _patches(name: str, sizes: Mapping[str, int]) -> Shapes:
 def _qwen2_5(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[str, Any]) -> Shapes:
     width = sizes["hidden_size"]
     wide = sizes["intermediate_size"]
-    found = _patches("visual.patch_embed.proj", sizes)
+    shapes = _patches("visual.patch_embed.proj", sizes)
     for number in range(sizes["depth"]):
         block = f"visual.blocks.{number}"
-        found |= {f"{block}.norm1.weight": (width,), f"{block}.norm2.weight": (width,)}
-        found |= _linear(f"{block}.attn.qkv", _PARTS * width, width) | _linear(f"{block}.attn.proj", width, width)
-        for one in ("gate", "up"):
-            found |= _linear(f"{block}.mlp.{one}_proj", wide, width)
-        found |= _linear(f"{block}.mlp.down_proj", width, wide)
+        shapes |= {f"{block}.norm1.weight": (width,), f"{block}.norm2.weight": (width,)}
+        shapes |= _linear(f"{block}.attn.qkv", _PARTS * width, width) | _linear(f"{block}.attn.proj", width, width)
+        for projection in ("gate", "up"):
+            shapes |= _linear(f"{block}.mlp.{projection}_proj", wide, width)
+        shapes |= _linear(f"{block}.mlp.down_proj", width, wide)
     merged = width * sizes["spatial_merge_size"] ** 2
-    found |= {"visual.merger.ln_q.weight": (width,)} | _linear("visual.merger.mlp.0", merged, merged)
-    return found | _linear("visual.merger.mlp.2", sizes["out_hidden_size"], merged)
+    shapes |= {"visual.merger.ln_q.weight": (width,)} | _linear("visual.merger.mlp.0", merged, merged)
+    return shapes | _linear("visual.merger.mlp.2", sizes["out_hidden_size"], merged)
 
 
 def _qwen3(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[str, Any]) -> Shapes | None:
@@ -115,20 +115,20 @@ def _qwen3(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[
         return None
     width = sizes["hidden_size"]
     wide = sizes["intermediate_size"]
-    found = _patches("visual.patch_embed.proj", sizes) | {"visual.patch_embed.proj.bias": (width,)}
-    found |= {"visual.pos_embed.weight": (sizes["num_position_embeddings"], width)}
+    shapes = _patches("visual.patch_embed.proj", sizes) | {"visual.patch_embed.proj.bias": (width,)}
+    shapes |= {"visual.pos_embed.weight": (sizes["num_position_embeddings"], width)}
     for number in range(sizes["depth"]):
         block = f"visual.blocks.{number}"
-        found |= _norm(f"{block}.norm1", width) | _norm(f"{block}.norm2", width)
-        found |= _linear(f"{block}.attn.qkv", _PARTS * width, width) | _linear(f"{block}.attn.proj", width, width)
-        found |= _linear(f"{block}.mlp.linear_fc1", wide, width) | _linear(f"{block}.mlp.linear_fc2", width, wide)
+        shapes |= _norm(f"{block}.norm1", width) | _norm(f"{block}.norm2", width)
+        shapes |= _linear(f"{block}.attn.qkv", _PARTS * width, width) | _linear(f"{block}.attn.proj", width, width)
+        shapes |= _linear(f"{block}.mlp.linear_fc1", wide, width) | _linear(f"{block}.mlp.linear_fc2", width, wide)
     merged = width * sizes["spatial_merge_size"] ** 2
     mergers = {"visual.merger": width}
     mergers |= {f"visual.deepstack_merger_list.{number}": merged for number in range(len(after))}
     for name, normalized in mergers.items():
-        found |= _norm(f"{name}.norm", normalized) | _linear(f"{name}.linear_fc1", merged, merged)
-        found |= _linear(f"{name}.linear_fc2", sizes["out_hidden_size"], merged)
-    return found
+        shapes |= _norm(f"{name}.norm", normalized) | _linear(f"{name}.linear_fc1", merged, merged)
+        shapes |= _linear(f"{name}.linear_fc2", sizes["out_hidden_size"], merged)
+    return shapes
 
 
 def _encoder(sizes: Mapping[str, int], extra_positions: int) -> Shapes:
@@ -137,17 +137,17 @@ def _encoder(sizes: Mapping[str, int], extra_positions: int) -> Shapes:
     wide = sizes["intermediate_size"]
     side = sizes["patch_size"]
     positions = (sizes["image_size"] // side) ** 2 + extra_positions
-    found: Shapes = {
+    shapes: Shapes = {
         "vision_tower.embeddings.patch_embedding.weight": (width, sizes["num_channels"], side, side),
         "vision_tower.embeddings.position_embedding.weight": (positions, width),
     }
     for number in range(sizes["num_hidden_layers"]):
         layer = f"vision_tower.encoder.layers.{number}"
-        for one in ("q", "k", "v", "out"):
-            found |= _linear(f"{layer}.self_attn.{one}_proj", width, width)
-        found |= _norm(f"{layer}.layer_norm1", width) | _norm(f"{layer}.layer_norm2", width)
-        found |= _linear(f"{layer}.mlp.fc1", wide, width) | _linear(f"{layer}.mlp.fc2", width, wide)
-    return found | _norm("vision_tower.post_layernorm", width)
+        for projection in ("q", "k", "v", "out"):
+            shapes |= _linear(f"{layer}.self_attn.{projection}_proj", width, width)
+        shapes |= _norm(f"{layer}.layer_norm1", width) | _norm(f"{layer}.layer_norm2", width)
+        shapes |= _linear(f"{layer}.mlp.fc1", wide, width) | _linear(f"{layer}.mlp.fc2", width, wide)
+    return shapes | _norm("vision_tower.post_layernorm", width)
 
 
 def _text_width(config: Mapping[str, Any], default: int) -> int | None:
@@ -161,9 +161,9 @@ def _gemma3(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping
     text = _text_width(config, 2304)
     if text is None or vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
         return None
-    found = _encoder(sizes, 0) | {"vision_tower.embeddings.patch_embedding.bias": (width,)}
-    found |= {"multi_modal_projector.mm_soft_emb_norm.weight": (width,)}
-    return found | {"multi_modal_projector.mm_input_projection_weight": (width, text)}
+    shapes = _encoder(sizes, 0) | {"vision_tower.embeddings.patch_embedding.bias": (width,)}
+    shapes |= {"multi_modal_projector.mm_soft_emb_norm.weight": (width,)}
+    return shapes | {"multi_modal_projector.mm_input_projection_weight": (width, text)}
 
 
 def _llava(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[str, Any]) -> Shapes | None:
@@ -173,13 +173,13 @@ def _llava(sizes: Mapping[str, int], vision: Mapping[str, Any], config: Mapping[
         return None
     width = sizes["hidden_size"]
     joined = width * (len(layers) if isinstance(layers, list) else 1)
-    found = _encoder(sizes, 1) | {"vision_tower.embeddings.class_embedding": (width,)}
-    found |= _norm("vision_tower.pre_layrnorm", width)  # so spelled in transformers
-    found |= _linear("multi_modal_projector.linear_1", text, joined)
-    found |= _linear("multi_modal_projector.linear_2", text, text)
+    shapes = _encoder(sizes, 1) | {"vision_tower.embeddings.class_embedding": (width,)}
+    shapes |= _norm("vision_tower.pre_layrnorm", width)  # so spelled in transformers
+    shapes |= _linear("multi_modal_projector.linear_1", text, joined)
+    shapes |= _linear("multi_modal_projector.linear_2", text, text)
     if not config.get("multimodal_projector_bias", True):
-        found = {name: shape for name, shape in found.items() if not re.match(r"multi_modal_projector.*bias$", name)}
-    return found
+        shapes = {name: shape for name, shape in shapes.items() if not re.match(r"multi_modal_projector.*bias$", name)}
+    return shapes
 
 
 _TOWERS: Mapping[

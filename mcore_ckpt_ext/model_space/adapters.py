@@ -69,11 +69,11 @@ def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
         names: model-space names.
         gated: whether the model's MLPs have gates.
     """
-    found = []
+    ordered = []
     for name in names:
         if gated and name.endswith(_SWIFT_S_FIRST):
-            found.append(name)
+            ordered.append(name)
         if match := _FIRST_LINEAR.search(name):
             is_wrong = bool(match[1]) or (gated == name.endswith(MAGNITUDE))
-            found += [name] if is_wrong else []
-    return found
+            ordered += [name] if is_wrong else []
+    return ordered

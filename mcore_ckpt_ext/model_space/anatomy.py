@@ -57,8 +57,8 @@ def pipelined_block(names: Iterable[str]) -> str | None:
     names = list(names)
     prefixes = {language_prefix(name) for name in names} - {""} or {""}
     present = {block for name in names if (block := block_of(name)) is not None}
-    found = {f"{prefix}{block}" for prefix in prefixes for block in BLOCKS} & present
-    return found.pop() if len(found) == 1 else None
+    blocks = {f"{prefix}{block}" for prefix in prefixes for block in BLOCKS} & present
+    return blocks.pop() if len(blocks) == 1 else None
 
 
 def word_embeddings_of(name: str) -> str:
@@ -83,8 +83,8 @@ def word_embeddings_in(names: Iterable[str]) -> str | None:
 
 def is_output_layer(name: str) -> bool:
     """Return whether a name denotes a language model's output weight, which T5 also has in its head."""
-    own = name.removeprefix(language_prefix(name))
-    return own.removeprefix(_HEAD) == OUTPUT_LAYER
+    unprefixed = name.removeprefix(language_prefix(name))
+    return unprefixed.removeprefix(_HEAD) == OUTPUT_LAYER
 
 
 def precedes_layers(name: str, prefix: str) -> bool:
@@ -147,5 +147,5 @@ def hybrid_prefix(names: Iterable[str]) -> str | None:
     Args:
         names: the names of the model's weights.
     """
-    found = (name for name in names if name.removeprefix(language_prefix(name)) == _HYBRID_NORM)
-    return next(map(language_prefix, found), None)
+    norms = (name for name in names if name.removeprefix(language_prefix(name)) == _HYBRID_NORM)
+    return next(map(language_prefix, norms), None)

@@ -31,8 +31,8 @@ def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict
         UnsupportedCheckpointError: no GPT can be loaded into such a model.
         ModelMismatchError: a GPT with that many layers cannot be loaded.
     """
-    own, _, further = pattern.partition("/")
-    kinds = own.replace("|", "")
+    main_pattern, _, further = pattern.partition("/")
+    kinds = main_pattern.replace("|", "")
     attention, linear = ([number for number, kind in enumerate(kinds) if kind in part] for part in ("*", "-E"))
     is_known = not further and {*kinds} <= {_ATTENTION, _DENSE, _EXPERTS, _NEW} and not {_DENSE, _EXPERTS} <= {*kinds}
     if not is_known or not attention or len(attention) != len(linear):
@@ -51,13 +51,13 @@ def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict
             hint="choose a --hybrid-layer-pattern with as many of each as the GPT has layers",
         )
     number_in_gpt = {number: place for part in (attention, linear) for place, number in enumerate(part)}
-    found: dict[str, str | None] = {}
+    renamed: dict[str, str | None] = {}
     for name in names:
         layer, suffix = split_layer(name)
         if layer is None:
-            found[name] = name.replace(*_FINAL_NORM)
+            renamed[name] = name.replace(*_FINAL_NORM)
         elif layer.number in number_in_gpt:
-            found[name] = in_layer(Layer(layer.block, number_in_gpt[layer.number]), suffix)
+            renamed[name] = in_layer(Layer(layer.block, number_in_gpt[layer.number]), suffix)
         else:
-            found[name] = None
-    return found
+            renamed[name] = None
+    return renamed

@@ -47,7 +47,9 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
     for name in names:
         if match := _IN_LAYER.match(name):
             layers.setdefault(match[1], []).append(match[2])
-    unknown = [layer + suffix for layer, own in layers.items() for suffix in own if _is_strange(suffix, own)]
+    unknown = [
+        layer + suffix for layer, suffixes in layers.items() for suffix in suffixes if _is_strange(suffix, suffixes)
+    ]
     if unknown:
         raise UnsupportedCheckpointError(
             "the names of this layer's parameters in the other layer spec are unknown",

@@ -184,7 +184,7 @@ def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, versio
     `name` already has the rank's numbers. A parameter that model space splits into parts is a single one on the rank.
     `version`: Megatron's version.
     """
-    separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
+    separate = {key: local_name for local_name, key in _OWN_TO_KEY[spec].items()}
     if FILTERS_ARE_FIRST.is_of(version):
         separate[_FILTERS[1]] = _FILTERS[0]
     is_mapped = name.block is not None and is_language_block(name.block)
@@ -240,8 +240,8 @@ def renamed_as_in(known: Container[str], name: str) -> str:
     if name in known:
         return name
     for fused, separate in _SPELLINGS:
-        for one, other in ((fused, separate), (separate, fused)):
-            if one in name and (spelled := name.replace(one, other)) in known:
+        for spelling, other in ((fused, separate), (separate, fused)):
+            if spelling in name and (spelled := name.replace(spelling, other)) in known:
                 return spelled
     return name
 
@@ -341,10 +341,10 @@ def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
     Returns:
         The names of all parts of each such parameter, in the order of its memory, by the name of the first part.
     """
-    found: dict[str, list[tuple[int, int, str]]] = {}
+    by_parameter: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
         if (match := _SPLIT.match(name)) and match[2] in _SPLIT_PARTS:
             place = _SPLIT_PARTS.index(match[2]), int(match[3] or 0)
-            found.setdefault(match[1], []).append((*place, name))
-    parts = [[name for *_, name in sorted(places)] for places in found.values()]
+            by_parameter.setdefault(match[1], []).append((*place, name))
+    parts = [[name for *_, name in sorted(places)] for places in by_parameter.values()]
     return {names[0]: names for names in parts}

@@ -72,8 +72,8 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
         return FP32_PARAM if kind == PARAM_REMAINDER else kind
 
     def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
-        found = state.logical_tensor(stored_kind(kind), name) if kind != FP32_PARAM else None
-        return LogicalTensor(name, found.shape, "int16") if found and kind == PARAM_REMAINDER else found
+        tensor = state.logical_tensor(stored_kind(kind), name) if kind != FP32_PARAM else None
+        return LogicalTensor(name, tensor.shape, "int16") if tensor and kind == PARAM_REMAINDER else tensor
 
     def names(kind: str | None = None) -> list[str]:
         return state.names(kind and stored_kind(kind)) if kind != FP32_PARAM else []
@@ -120,17 +120,17 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
         return weight if weight is not None and weight.dtype == "float32" else None
 
     def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
-        found = state.logical_tensor(kind, name)
-        return weight_of(name) if found is None and kind == FP32_PARAM else found
+        tensor = state.logical_tensor(kind, name)
+        return weight_of(name) if tensor is None and kind == FP32_PARAM else tensor
 
     def names(kind: str | None = None) -> list[str]:
-        found = state.names(kind if kind != FP32_PARAM else None)
-        found = found or (list(trained) if kind in (FP32_PARAM, None) else [])
-        return [name for name in found if kind != FP32_PARAM or logical_tensor(kind, name) is not None]
+        candidates = state.names(kind if kind != FP32_PARAM else None)
+        candidates = candidates or (list(trained) if kind in (FP32_PARAM, None) else [])
+        return [name for name in candidates if kind != FP32_PARAM or logical_tensor(kind, name) is not None]
 
     def stored(kind: str, name: str) -> Sequence[StoredSlice]:
-        found = state.stored(kind, name)
-        return found or (weights.stored(WEIGHT, name) if kind == FP32_PARAM and weight_of(name) else found)
+        slices = state.stored(kind, name)
+        return slices or (weights.stored(WEIGHT, name) if kind == FP32_PARAM and weight_of(name) else slices)
 
     def copies(kind: str, name: str) -> Copies:
         return [[list(stored(kind, name))]] if kind == FP32_PARAM else state.copies(kind, name)

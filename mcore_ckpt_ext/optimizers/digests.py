@@ -67,11 +67,11 @@ def are_of_another_save(
         for placed in (_smallest(group, packing) for packing in packings if mismatch_reason(packing, group) is None):
             for item in placed:
                 digest = of_group.get(item[2].name, {}).get(PARAM_REMAINDER)
-                found = None if digest is None else _stored(buffers, item, PARAM_REMAINDER)
+                actual = None if digest is None else _stored(buffers, item, PARAM_REMAINDER)
                 zeros = torch.zeros(numel_of(item[2].regions), dtype=torch.int16)
-                if found is None or found == written(digest_of(zeros)):
+                if actual is None or actual == written(digest_of(zeros)):
                     continue
-                if found == digest:
+                if actual == digest:
                     return False
                 others += 1
     return others > 1
@@ -117,8 +117,10 @@ def _problems(buffers: Buffers, placed: PlacedParameter, kinds: Collection[str] 
     for kind in of_kinds if kinds is None else kinds:
         if kind not in of_kinds:
             yield f"{kind} of {placement.name} in {group}: no digest of it was recorded"
-        elif (found := _stored(buffers, placed, kind)) != of_kinds[kind]:
-            yield f"{kind} of {placement.name} at {placement.start} of {key}, {group}: digest {found}, {of_kinds[kind]}"
+        elif (actual := _stored(buffers, placed, kind)) != of_kinds[kind]:
+            yield (
+                f"{kind} of {placement.name} at {placement.start} of {key}, {group}: digest {actual}, {of_kinds[kind]}"
+            )
 
 
 def _stored(buffers: Buffers, placed: PlacedParameter, kind: str) -> str | None:
@@ -131,6 +133,6 @@ def _stored(buffers: Buffers, placed: PlacedParameter, kind: str) -> str | None:
     parts = []
     for begin in range(0, numel, _BLOCK):
         stop = min(begin + _BLOCK, numel)
-        wanted = Slice(whole, placement.start + begin, placement.start + stop)
-        parts.append(digest_of(read_slice(array, buffers.transfer, kind, wanted), begin))
+        block = Slice(whole, placement.start + begin, placement.start + stop)
+        parts.append(digest_of(read_slice(array, buffers.transfer, kind, block), begin))
     return written(added(*parts))

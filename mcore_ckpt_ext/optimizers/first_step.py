@@ -58,8 +58,8 @@ def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> Optimize
         return FP32_PARAM if kind in moments else kind
 
     def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
-        found = state.logical_tensor(stored_kind(kind), name)
-        return LogicalTensor(name, found.shape, "float32") if found and kind in moments else found
+        tensor = state.logical_tensor(stored_kind(kind), name)
+        return LogicalTensor(name, tensor.shape, "float32") if tensor and kind in moments else tensor
 
     return replace(
         StateView.of(state),

@@ -74,38 +74,38 @@ class FlatBuffers(OptimizerState):
         return list(self._slices(kind, name))
 
     def _slices(self, kind: str, name: str) -> Iterator[StoredSlice]:
-        found = self._places.get(name)
-        if found is None:
-            found = self._places[name] = [
+        places = self._places.get(name)
+        if places is None:
+            places = self._places[name] = [
                 (self.arrays[group.child, group.index], key, placement)
                 for rank in self.models.ranks_of(name)
                 for group in self._by_rank.get(rank, [])
                 for key, placement in self._places_in(group).get(name, ())
             ]
-        for arrays, key, placement in found:
+        for arrays, key, placement in places:
             if (key, kind) in arrays:
                 yield from cut(placement, arrays[key, kind])
 
     @cached_property
     def _dtypes(self) -> Mapping[str, str]:
-        found: dict[str, str] = {}
+        dtypes: dict[str, str] = {}
         for arrays in self.arrays.values():
             for (_, kind), array in arrays.items():
-                found.setdefault(kind, array.dtype)
-        return found
+                dtypes.setdefault(kind, array.dtype)
+        return dtypes
 
     def _places_in(self, group: OptimizerGroup) -> dict[str, list[tuple[BucketKey, Placement]]]:
         """Return the positions of each tensor in the buckets of one group, by name."""
-        found = self._by_tensor.get((group.child, group.index))
-        if found is None:
+        places = self._by_tensor.get((group.child, group.index))
+        if places is None:
             packing = self.packing_of(group).packing
-            found = {}
+            places = {}
             for key, placements in packing.items():
                 for placement in placements:
                     for name in dict.fromkeys(region.name for region in placement.regions):
-                        found.setdefault(name, []).append((key, placement))
-            self._by_tensor[group.child, group.index] = found
-        return found
+                        places.setdefault(name, []).append((key, placement))
+            self._by_tensor[group.child, group.index] = places
+        return places
 
     @cached_property
     def digests(self) -> Mapping[GroupKey, Mapping[str, Mapping[str, str]]]:
@@ -140,8 +140,10 @@ class FlatBuffers(OptimizerState):
         for group, key, placement in self._placed.get(name, ()):
             array = self.arrays[group.child, group.index].get((key, kind))
             slices = [] if array is None else cut(placement, array)
-            own = tuple(region for region in placement.regions if region.name == name)
-            parts.setdefault(own, []).append([part for one in slices for part in _of_tensor(one, name)])
+            tensor_regions = tuple(region for region in placement.regions if region.name == name)
+            parts.setdefault(tensor_regions, []).append(
+                [part for stored in slices for part in _of_tensor(stored, name)]
+            )
         return list(parts.values())
 
     @cached_property
@@ -191,9 +193,11 @@ class FlatBuffers(OptimizerState):
             if self._lacks_weights or any(kind == PARAM_REMAINDER for _, kind in self.arrays[key]):
                 contradiction = partial(contradicts, self, group)
                 stale = self._staleness
-                proposals = [one for one in self._proposals() if not (stale and one.is_recorded)]
-                found = recover_unproven(group, self.models, proposals, contradiction, is_recorded=key in self.digests)
-                self._recovered[key] = replace(found, sidecar_problem=stale)
+                proposals = [proposal for proposal in self._proposals() if not (stale and proposal.is_recorded)]
+                recovered = recover_unproven(
+                    group, self.models, proposals, contradiction, is_recorded=key in self.digests
+                )
+                self._recovered[key] = replace(recovered, sidecar_problem=stale)
             else:
                 self._recovered[key] = recover(group, self.models, self._proposals(), self)
         return self._recovered[key]
@@ -220,7 +224,7 @@ class FlatBuffers(OptimizerState):
 
     @override
     def names(self, kind: str | None = None) -> list[str]:
-        found = {
+        names = {
             region.name: None
             for group in self.groups.values()
             for key, placements in self.packing_of(group).packing.items()
@@ -228,7 +232,7 @@ class FlatBuffers(OptimizerState):
             for placement in placements
             for region in placement.regions
         }
-        return list(found)
+        return list(names)
 
     def proof(self, names: Iterable[str]) -> Proof:
         """Return the master check for the masters of parameters."""
@@ -254,10 +258,10 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def _by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:
-        found: dict[ModelRank, list[OptimizerGroup]] = {}
+        groups: dict[ModelRank, list[OptimizerGroup]] = {}
         for group in self.groups.values():
-            found.setdefault(group.rank, []).append(group)
-        return found
+            groups.setdefault(group.rank, []).append(group)
+        return groups
 
     @cached_property
     def _last_child(self) -> int:
@@ -321,12 +325,14 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
 def _of_tensor(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:
     """Yield one part's share of a slice of a split parameter; the regions of a part are contiguous."""
     regions = stored.slice.regions
-    own = tuple(region for region in regions if region.name == name)
-    if own == regions:
+    tensor_regions = tuple(region for region in regions if region.name == name)
+    if tensor_regions == regions:
         yield stored
         return
-    before = sum(region.numel for region in regions[: regions.index(own[0])])
+    before = sum(region.numel for region in regions[: regions.index(tensor_regions[0])])
     start = max(stored.slice.start - before, 0)
-    stop = min(stored.slice.stop - before, sum(region.numel for region in own))
+    stop = min(stored.slice.stop - before, sum(region.numel for region in tensor_regions))
     if start < stop:
-        yield StoredSlice(Slice(own, start, stop), stored.extent, stored.first + start + before - stored.slice.start)
+        yield StoredSlice(
+            Slice(tensor_regions, start, stop), stored.extent, stored.first + start + before - stored.slice.start
+        )

@@ -87,8 +87,8 @@ class LegacyMasters(RankArrays, OptimizerState):
     @property
     @override
     def kinds(self) -> tuple[str, ...]:  # type: ignore[override]  # known only after all ranks are read
-        found = dict.fromkeys(kind for kind, _ in self._tensors)
-        return tuple(sorted(found, key=lambda kind: kind != FP32_PARAM))
+        kinds = dict.fromkeys(kind for kind, _ in self._tensors)
+        return tuple(sorted(kinds, key=lambda kind: kind != FP32_PARAM))
 
     @override
     def names(self, kind: str | None = None) -> list[str]:
@@ -113,8 +113,10 @@ class LegacyMasters(RankArrays, OptimizerState):
             self._check_all_trained(len(items), rank)
         apart = any(queue.of_experts for queue in queues)
         for name, weight in rank.parameters:
-            own = [queue.items for queue in queues if queue.items and queue.of_experts == (apart and of_experts(name))]
-            fitting = [items for items in own if self._fits(items[0], weight, rank.place)]
+            candidates = [
+                queue.items for queue in queues if queue.items and queue.of_experts == (apart and of_experts(name))
+            ]
+            fitting = [items for items in candidates if self._fits(items[0], weight, rank.place)]
             if len(fitting) > 1:
                 raise self._ambiguous(f"{len(fitting)} groups have state for it", name, rank)
             for kind, tensor in fitting[0].popleft().items() if fitting else ():  # without a match, it is not trained
@@ -128,10 +130,10 @@ class LegacyMasters(RankArrays, OptimizerState):
         if stored != len(parameters):
             raise self._ambiguous(f"state of {stored} parameters, of {len(parameters)}", "the stored model", rank)
 
-    def _ambiguous(self, found: str, name: str, rank: RankOptimizers) -> PackingError:
+    def _ambiguous(self, problem: str, name: str, rank: RankOptimizers) -> PackingError:
         return PackingError(
             "cannot determine which optimizer state belongs to which weight",
-            found=found,
+            found=problem,
             where=f"{name}, {rank.place.file}",
             hint="the checkpoint is damaged or its weights were edited after the save: use another iteration",
         )
@@ -192,10 +194,10 @@ def _tensors(entry: Mapping[str, Any]) -> dict[str, TensorReference]:
     return {str(kind): value for kind, value in entry.items() if isinstance(value, TensorReference) and value.shape}
 
 
-def _unknown(found: str, where: str) -> UnsupportedCheckpointError:
+def _unknown(problem: str, where: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the optimizer state of this legacy checkpoint is not as Megatron's optimizers keep it",
-        found=found,
+        found=problem,
         expected=f"{MASTERS} if weights are not fp32, the same state for every parameter, a step in each group or in "
         "the state of each parameter",
         where=where,

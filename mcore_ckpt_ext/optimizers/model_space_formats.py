@@ -61,21 +61,21 @@ def encoding_of(keys: StoredKeys) -> dict[str, str]:
     """
     parts = {key: match for key in keys.arrays if (match := STATE_KEY.match(key))}
     gathered = {match["key"] for match in parts.values() if match["state"] == _FULLY_RESHARDABLE_MASTER}
-    found = {}
+    encodings = {}
     for key, match in parts.items():
         if keys.label == FSDP_DTENSOR:
-            found[key] = FSDP_DTENSOR
+            encodings[key] = FSDP_DTENSOR
         elif match["key"] in gathered:
-            found[key] = FULLY_RESHARDABLE
+            encodings[key] = FULLY_RESHARDABLE
         elif keys.label == MODEL_SPACE or key in keys.natural_shapes:
-            found[key] = MODEL_SPACE
+            encodings[key] = MODEL_SPACE
         else:
-            found[key] = LAYER_WISE if match["chain"] and keys.label else NOT_DISTRIBUTED
-    return found
+            encodings[key] = LAYER_WISE if match["chain"] and keys.label else NOT_DISTRIBUTED
+    return encodings
 
 
 def _claims(name: str) -> Callable[[StoredKeys], set[str]]:
-    return lambda keys: {key for key, found in encoding_of(keys).items() if found == name}
+    return lambda keys: {key for key, encoding in encoding_of(keys).items() if encoding == name}
 
 
 def _read(

@@ -42,10 +42,10 @@ def natural_shape(key: str, stored: Shape, weight_shape: Callable[[str], Shape |
         raise _lacking(key, f"an array of shape {stored}, and no weight", _WITH_WEIGHTS)
     if len(stored) == stacked + len(shape):
         return None
-    found = _natural(stored, stacked, shape)
-    if found is None or weight_shape(name_at(key, [size - 1 for size in found[:stacked]])) != shape:
+    natural = _natural(stored, stacked, shape)
+    if natural is None or weight_shape(name_at(key, [size - 1 for size in natural[:stacked]])) != shape:
         raise _lacking(key, f"an array of shape {stored}, which fits no sharding of the weight's shape {shape}")
-    return found
+    return natural
 
 
 def natural_shapes(
@@ -60,8 +60,8 @@ def natural_shapes(
     Raises:
         UnsupportedCheckpointError: see `natural_shape`.
     """
-    found = {name: natural_shape(key, stored, weight_shape) for name, (key, stored) in arrays.items()}
-    return {name: shape for name, shape in found.items() if shape is not None}
+    shapes = {name: natural_shape(key, stored, weight_shape) for name, (key, stored) in arrays.items()}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def _natural(stored: Shape, stacked: int, shape: Shape) -> Shape | None:
@@ -80,11 +80,11 @@ def _natural(stored: Shape, stacked: int, shape: Shape) -> Shape | None:
     return (*stacks, *shape)
 
 
-def _lacking(key: str, found: str, instead: str = "") -> UnsupportedCheckpointError:
+def _lacking(key: str, description: str, instead: str = "") -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the index lacks the natural shapes of the optimizer state, which torch 2.9 to 2.11 do not write for "
         "Megatron before 0.15",
-        found=found,
+        found=description,
         where=key,
         hint=f"{instead}save it again with another release of torch; or go on without the optimizer: "
         "--no-load-optim in a job, --drop optimizer in a conversion",

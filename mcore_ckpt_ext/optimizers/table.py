@@ -120,15 +120,15 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
     Raises:
         UnsupportedCheckpointError: there is no state, or its format is not supported.
     """
-    found = recognized(keys)
-    if not found:
+    encodings = recognized(keys)
+    if not encodings:
         raise UnsupportedCheckpointError(
             "this version does not support the format of the optimizer state",
             found=keys.label,
             expected=", ".join(FORMATS),
             where=str(holder.folder),
         )
-    check_provable(holder, keys, [encoding.name for encoding, _ in found])
+    check_provable(holder, keys, [encoding.name for encoding, _ in encodings])
     states: list[OptimizerState] = []
     named: set[str] = set()
 
@@ -136,8 +136,8 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
         """Return the parameters that no array has named so far, which gradient buffers contain."""
         return holder.models.without(named)
 
-    for encoding, own in found:
-        states.append(with_masters(encoding.read(holder, own, others), holder.weights))
+    for encoding, claimed_keys in encodings:
+        states.append(with_masters(encoding.read(holder, claimed_keys, others), holder.weights))
         if encoding.shows_names:
             named |= set(states[-1].names())
     return joined(states)

@@ -61,15 +61,13 @@ def different_elements(
     """
     regions = tuple(dict.fromkeys(region for stored in one for region in stored.slice.regions))
     end = sum(stored.slice.numel for stored in one)
-    found = 0
+    differing = 0
     for number, begin in enumerate(range(0, end, _BLOCK)):
         if number % share[1] == share[0]:
-            wanted = Slice(regions, begin, min(begin + _BLOCK, end))
-            first, second = (
-                bits_of(read_slice(OneCopy(tensor, copy), transfer, kind, wanted)) for copy in (one, other)
-            )
-            found += int((first != second).sum())
-    return found
+            block = Slice(regions, begin, min(begin + _BLOCK, end))
+            first, second = (bits_of(read_slice(OneCopy(tensor, copy), transfer, kind, block)) for copy in (one, other))
+            differing += int((first != second).sum())
+    return differing
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,11 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
         UnsupportedCheckpointError: the state cannot be verified, or its parameters cannot be located.
     """
     _check_dtypes(holder, keys.arrays if keys else {})
-    found = _unprovable(holder, keys)
-    if found:
+    reason = _unprovable(holder, keys)
+    if reason:
         raise UnsupportedCheckpointError(
             "the optimizer state cannot be verified: no stored weights are derived from its masters in a known way",
-            found=found,
+            found=reason,
             where=str(holder.folder),
             hint="resume with the layout and the optimizer options that it was written with (without them, "
             "Megatron would read other values as masters); or with --no-load-optim",

@@ -144,5 +144,5 @@ def read_results(path: Path) -> dict[str, JobResult]:
     if not path.exists():
         return {}
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    found = [JobResult(**json.loads(line)) for line in lines]
-    return {result.name: result for result in found}
+    results = [JobResult(**json.loads(line)) for line in lines]
+    return {result.name: result for result in results}

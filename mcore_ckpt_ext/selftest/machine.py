@@ -69,9 +69,9 @@ def device_name() -> str:
 def versions() -> Mapping[str, str]:
     """Return the versions of installed packages and drivers that affect the test."""
     installed = {name: installed_version(name) for name in _DISTRIBUTIONS}
-    own = {"mcore_ckpt_ext": mcore_ckpt_ext.__version__, "torch": torch.__version__}
-    found = {**own, **installed, **driver_versions()}
-    return {name: version for name, version in found.items() if version}
+    imported = {"mcore_ckpt_ext": mcore_ckpt_ext.__version__, "torch": torch.__version__}
+    all_versions = {**imported, **installed, **driver_versions()}
+    return {name: version for name, version in all_versions.items() if version}
 
 
 def _engine() -> tuple[str, str, str]:

@@ -44,15 +44,17 @@ def _interleaved(machine: Machine) -> ParallelLayout | None:
     return layout_of(machine.ranks, pipeline=2, virtual=2) if machine.ranks % 2 == 0 and machine.layers >= 4 else None
 
 
-def _source(found: Sequence[ParallelLayout]) -> ParallelLayout:
+def _source(candidates: Sequence[ParallelLayout]) -> ParallelLayout:
     """Return the layout that saves: sharded in every dimension if ranks suffice, else into stages."""
-    return max(found, key=lambda one: (one.tensor <= 2 and one.pipeline <= 2, one.pipeline, one.tensor))
+    return max(
+        candidates, key=lambda layout: (layout.tensor <= 2 and layout.pipeline <= 2, layout.pipeline, layout.tensor)
+    )
 
 
 def _dense(machine: Machine) -> Iterator[Job]:
-    found = layouts(machine.ranks, machine.layers)
-    source = _source(found)
-    others = [layout for layout in found if layout != source][:_MOST_LAYOUTS]
+    possible = layouts(machine.ranks, machine.layers)
+    source = _source(possible)
+    others = [layout for layout in possible if layout != source][:_MOST_LAYOUTS]
     if interleaved := _interleaved(machine):
         others.append(interleaved)
     save = _saving(machine, "gpt", source, ("--async-save",), check="save, asynchronously")
@@ -62,7 +64,7 @@ def _dense(machine: Machine) -> Iterator[Job]:
     fast = ("--ckpt-ext-load", "fast")
     yield _resuming(machine, save, source, *fast, check="resume, fast load", expects=_FAST)
     once = ("--ckpt-ext-read-once",)
-    layout = max(others, key=lambda one: one.data, default=source)
+    layout = max(others, key=lambda layout: layout.data, default=source)
     yield _resuming(
         machine,
         save,
@@ -97,12 +99,12 @@ def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
 
 
 def _portable(machine: Machine) -> Iterator[Job]:
-    found = layouts(machine.ranks, machine.layers)
-    source = _source(found)
+    possible = layouts(machine.ranks, machine.layers)
+    source = _source(possible)
     flags = ("--dist-ckpt-optim-fully-reshardable",)
     save = _saving(machine, "gpt", source, flags, portable=True, check="save")
     yield save
-    yield _resuming(machine, save, max(found, key=lambda one: (one != source, one.tensor)), *flags)
+    yield _resuming(machine, save, max(possible, key=lambda layout: (layout != source, layout.tensor)), *flags)
 
 
 def _experts(machine: Machine) -> Iterator[Job]:
@@ -112,8 +114,8 @@ def _experts(machine: Machine) -> Iterator[Job]:
     save = _saving(machine, "experts", source, (), check="save")
     yield save
     sizes = ((1, 2, 1), (2, 1, 1), (2, 2, 2), (1, 1, 1))
-    found = [layout_of(ranks, *of_layout, expert_tensor=1) for of_layout in sizes]
-    for layout in dict.fromkeys(found):
+    possible = [layout_of(ranks, *of_layout, expert_tensor=1) for of_layout in sizes]
+    for layout in dict.fromkeys(possible):
         if layout != source and ranks % (layout.tensor * layout.pipeline * layout.expert) == 0:
             yield _resuming(machine, save, layout, expects=_RESUMED)
     if ranks == 1:
@@ -122,22 +124,24 @@ def _experts(machine: Machine) -> Iterator[Job]:
 
 def _engine(machine: Machine) -> Iterator[Job]:
     """Yield the jobs in fp8 by Transformer Engine: with a scale for each tensor, and for each block."""
-    found = layouts(machine.ranks, machine.layers)
-    yield from _in_fp8(machine, "gpt in fp8", "delayed", found, machine.no_fp8)
+    possible = layouts(machine.ranks, machine.layers)
+    yield from _in_fp8(machine, "gpt in fp8", "delayed", possible, machine.no_fp8)
     # Tensor parallelism would divide blocks.
-    uncut = [layout for layout in found if layout.tensor == 1]
+    uncut = [layout for layout in possible if layout.tensor == 1]
     yield from _in_fp8(machine, "gpt in blockwise fp8", "blockwise", uncut, machine.no_blockwise)
 
 
-def _in_fp8(machine: Machine, model: str, recipe: str, found: Sequence[ParallelLayout], why_not: str) -> Iterator[Job]:
-    source, form = _source(found), "e4m3" if recipe == "blockwise" else "hybrid"
+def _in_fp8(
+    machine: Machine, model: str, recipe: str, possible: Sequence[ParallelLayout], why_not: str
+) -> Iterator[Job]:
+    source, form = _source(possible), "e4m3" if recipe == "blockwise" else "hybrid"
     flags = ("--fp8-format", form, "--fp8-recipe", recipe)
     skipped = machine.no_engine or why_not
     save = _saving(machine, model, source, flags, check="save", skipped=skipped)
     # Otherwise Transformer Engine refuses its own pickled states (2.20: transformer_engine/pytorch/_extra_state.py).
     save = replace(save, environment={"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"})
     yield save
-    target = max(found, key=lambda one: (one != source, one.data))
+    target = max(possible, key=lambda layout: (layout != source, layout.data))
     expects = _RESUMED if target != source else ""
     yield _resuming(machine, save, target, *flags, expects=expects, skipped=skipped)
 

@@ -102,8 +102,8 @@ def row(job: Job, result: JobResult | None, saved: JobResult | None, failure: st
 
 def passed(rows: Iterable[Row]) -> bool:
     """Return whether no job failed, and at least one checkpoint was resumed."""
-    found = list(rows)
-    return all(one.outcome != "FAILED" for one in found) and any(one.bits_equal for one in found)
+    all_rows = list(rows)
+    return all(row.outcome != "FAILED" for row in all_rows) and any(row.bits_equal for row in all_rows)
 
 
 def _what_is_wrong(
@@ -111,18 +111,18 @@ def _what_is_wrong(
 ) -> tuple[str, ...]:
     if result is None:
         return (failure,)
-    found = list(result.differences)
+    problems = list(result.differences)
     if job.expects and not any(job.expects in line for line in result.messages):
-        found.append(f'this package was not active: it did not report "{job.expects}"; see why: mcore-ckpt doctor')
+        problems.append(f'this package was not active: it did not report "{job.expects}"; see why: mcore-ckpt doctor')
     if job.loads is not None and not _are_close(losses, expected):
         texts = [", ".join(f"{loss:.4f}" for loss in values) for values in (losses, expected)]
-        found.append(f"losses {texts[0]}, without an interruption {texts[1]}")
-    return tuple(found)
+        problems.append(f"losses {texts[0]}, without an interruption {texts[1]}")
+    return tuple(problems)
 
 
 def _are_close(losses: tuple[float, ...], expected: tuple[float, ...]) -> bool:
     """Compare losses; NaN is not close to anything."""
     pairs = zip(losses, expected, strict=False)
     return len(losses) == len(expected) > 0 and all(
-        abs(one - other) <= _LOSS_TOLERANCE * abs(other) for one, other in pairs
+        abs(loss - other) <= _LOSS_TOLERANCE * abs(other) for loss, other in pairs
     )

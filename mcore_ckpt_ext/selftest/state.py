@@ -68,13 +68,13 @@ class State:
     @classmethod
     def load(cls, folder: Path) -> State:
         """Read the parts of all ranks."""
-        found = cls()
+        state = cls()
         for path in sorted(folder.glob("rank_*.pt")):
             content = torch.load(path, weights_only=True)
-            found.pieces += [Piece(**piece) for piece in content["pieces"]]
-            found.settings |= content["settings"]
-            found.progress |= content["progress"]
-        return found
+            state.pieces += [Piece(**piece) for piece in content["pieces"]]
+            state.settings |= content["settings"]
+            state.progress |= content["progress"]
+        return state
 
 
 @dataclass
@@ -113,7 +113,9 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 def number_of_elements(state: State) -> int:
     """Return the number of elements of all whole tensors."""
-    return sum(torch.Size(shape).numel() for shape in {(one.kind, one.key): one.shape for one in state.pieces}.values())
+    return sum(
+        torch.Size(shape).numel() for shape in {(piece.kind, piece.key): piece.shape for piece in state.pieces}.values()
+    )
 
 
 def merged(state: State) -> State:
@@ -138,12 +140,12 @@ def differences(saved: State, loaded: State) -> list[str]:
     one of them, and all elements have to be loaded.
     """
     expected = _by_tensor(saved.pieces)
-    found = _by_tensor(loaded.pieces)
+    actual = _by_tensor(loaded.pieces)
     replicas = {name: _replicas(pieces) for name, pieces in expected.items()}
     unequal = [
         ".".join(name)
-        for name in sorted(expected.keys() | found.keys())
-        if not _is_equal(replicas.get(name, []), found.get(name, []))
+        for name in sorted(expected.keys() | actual.keys())
+        if not _is_equal(replicas.get(name, []), actual.get(name, []))
     ]
     lines = [f"{name} differs" for name in unequal[:_MOST_NAMED]]
     if len(unequal) > _MOST_NAMED:
@@ -156,28 +158,28 @@ def differences(saved: State, loaded: State) -> list[str]:
 
 
 def _by_tensor(pieces: Iterable[Piece]) -> dict[tuple[str, str], list[Piece]]:
-    found: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+    by_tensor: dict[tuple[str, str], list[Piece]] = defaultdict(list)
     for piece in pieces:
-        found[piece.kind, piece.key].append(piece)
-    return found
+        by_tensor[piece.kind, piece.key].append(piece)
+    return by_tensor
 
 
 def _replicas(pieces: Iterable[Piece]) -> list[_Whole]:
     """Assemble pieces into one tensor, or into several if replicas differ."""
-    found: list[_Whole] = []
+    replicas: list[_Whole] = []
     for piece in pieces:
-        whole = next((one for one in found if one.agrees(piece, wants_all=False)), None)
+        whole = next((replica for replica in replicas if replica.agrees(piece, wants_all=False)), None)
         if whole is None:
             whole = _Whole.of(piece)
-            found.append(whole)
+            replicas.append(whole)
         whole.add(piece)
-    return found
+    return replicas
 
 
 def _is_equal(replicas: list[_Whole], pieces: list[Piece]) -> bool:
     if not replicas or not pieces:
         return False
-    if not all(any(one.agrees(piece, wants_all=True) for one in replicas) for piece in pieces):
+    if not all(any(replica.agrees(piece, wants_all=True) for replica in replicas) for piece in pieces):
         return False
     loaded = _Whole.of(pieces[0])
     for piece in pieces:
@@ -185,8 +187,8 @@ def _is_equal(replicas: list[_Whole], pieces: list[Piece]) -> bool:
     return bool((loaded.held | ~replicas[0].held).all())
 
 
-def _of_mappings(what: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
+def _of_mappings(subject: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(saved.keys() | loaded.keys()):
         if saved.get(name) != loaded.get(name):
-            yield f"{what} {name}: {saved.get(name)} at the save, {loaded.get(name)} after the load"
+            yield f"{subject} {name}: {saved.get(name)} at the save, {loaded.get(name)} after the load"
             return

@@ -46,15 +46,15 @@ class TensorLocations:
         """
         place = (extent.file, extent.offset, extent.record if isinstance(extent, ArchivedRecord) else "")
         with self._lock:
-            known = self._payloads.get(place)
-        if known is None:
-            known = self._look_up(extent)
+            location = self._payloads.get(place)
+        if location is None:
+            location = self._look_up(extent)
             with self._lock:
                 is_new = place not in self._payloads
-                self._payloads[place] = known
+                self._payloads[place] = location
             if is_new and self._checksums is not None:
-                self._add_checksums(extent, known, self._checksums)
-        return known
+                self._add_checksums(extent, location, self._checksums)
+        return location
 
     def _add_checksums(self, extent: PlainExtent, payload: TensorLocation, checksums: Checksums) -> None:
         """Register the records of an array, so that their checksums are compared."""
@@ -77,14 +77,14 @@ class TensorLocations:
         """
         place = (file, offset)
         with self._lock:
-            found = self._archives.pop(place, None)
-        if found is None:
-            found = TorchArchive(self._reader, file, offset, length)
+            archive = self._archives.pop(place, None)
+        if archive is None:
+            archive = TorchArchive(self._reader, file, offset, length)
         with self._lock:
-            self._archives[place] = found
+            self._archives[place] = archive
             while len(self._archives) > _OPEN_ARCHIVES:
                 self._archives.popitem(last=False)
-        return found
+        return archive
 
     def _look_up(self, extent: PlainExtent) -> TensorLocation:
         if isinstance(extent, RawArray):
@@ -120,9 +120,9 @@ class TensorLocations:
     def _by_template(self, extent: ArchivedTensor) -> TensorLocation | None:
         """Return the location of a tensor whose archive matches a known template; None if none matches."""
         for template in self._templates.get((extent.length, extent.dtype), ()):
-            found = template.payload(self._reader, extent.file, extent.offset)
-            if found is not None and found.shape == extent.shape:
-                return found
+            location = template.payload(self._reader, extent.file, extent.offset)
+            if location is not None and location.shape == extent.shape:
+                return location
         return None
 
 
@@ -143,27 +143,27 @@ def _of_its_size(payload: TensorLocation, extent: ArchivedRecord, archive: Torch
     return payload
 
 
-def _another_tensor(found: str, expected: str, archive: TorchArchive) -> UnreadableCheckpointError:
+def _another_tensor(actual: str, expected: str, archive: TorchArchive) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
         "a record of the checkpoint does not match its metadata",
-        found=found,
+        found=actual,
         expected=expected,
         where=archive.where,
         hint="the metadata belongs to another checkpoint: restore the folder as it was written",
     )
 
 
-def _not_a_tensor(found: object, where: str) -> CheckpointError:
+def _not_a_tensor(content: object, where: str) -> CheckpointError:
     """Return the error for an object in place of a tensor; an unsupported quantized tensor is not damage."""
-    if isinstance(found, Placeholder) and found.pickled_module.startswith("transformer_engine."):
+    if isinstance(content, Placeholder) and content.pickled_module.startswith("transformer_engine."):
         return UnsupportedCheckpointError(
             "weights of this checkpoint are stored as quantized tensors of a kind that this version does not read",
-            found=f"{found.pickled_module}.{found.pickled_name}",
+            found=f"{content.pickled_module}.{content.pickled_name}",
             expected="plain tensors, or fp8 tensors with one scale",
             where=where,
             hint="resume under the layout that it was written with, by stock Megatron; or save without "
             "--fp8-param-gather or --fp4-param-gather",
         )
     return UnreadableCheckpointError(
-        "a record of the checkpoint holds no tensor", found=type(found).__name__, where=where
+        "a record of the checkpoint holds no tensor", found=type(content).__name__, where=where
     )

@@ -98,12 +98,12 @@ def newer_non_persistent(run: Path, place: Path | None = None, step: int | None 
     Raises:
         OSError: a tracker file cannot be read.
     """
-    found = read_tracker((place or run / NON_PERSISTENT) / TRACKER_FILE)
-    if found is None or found.iteration is None:
-        return found  # Megatron interprets any other content
-    own = read_tracker(run / TRACKER_FILE)
-    wanted = step or (own.iteration if own else None)
-    return found if wanted is None or found.iteration >= wanted else None
+    tracker = read_tracker((place or run / NON_PERSISTENT) / TRACKER_FILE)
+    if tracker is None or tracker.iteration is None:
+        return tracker  # Megatron interprets any other content
+    run_tracker = read_tracker(run / TRACKER_FILE)
+    iteration = step or (run_tracker.iteration if run_tracker else None)
+    return tracker if iteration is None or tracker.iteration >= iteration else None
 
 
 def iteration_name(number: int) -> str:
@@ -119,8 +119,8 @@ def iteration_number(folder: Path) -> int | None:
 
 def iteration_folders(run: Path) -> dict[int, Path]:
     """Return the iteration folders of a run folder by number, the newest first."""
-    found = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
-    return dict(sorted(found.items(), reverse=True))
+    folders = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
+    return dict(sorted(folders.items(), reverse=True))
 
 
 def iteration_folder(path: Path) -> Path:

@@ -115,8 +115,10 @@ class Checksums:
             if size >= self.WORTH and begin <= payload.offset < begin + size:
                 verify = partial(_verify_record, self._reader, archive.place, name)
                 read = partial(self._reader.checksum, payload.file)
-                own = None if place else (archive.place, name)
-                waiting.append(_Record(verify, read, begin, size, expected, payload.offset - begin, size, place, own))
+                record_place = None if place else (archive.place, name)
+                waiting.append(
+                    _Record(verify, read, begin, size, expected, payload.offset - begin, size, place, record_place)
+                )
             else:
                 archive.verify_checksums(only=name)
                 self._add_verified(None, None if place else (archive.place, name))
@@ -200,7 +202,7 @@ class Checksums:
         Raises:
             UnreadableCheckpointError: the checksum of a record differs.
         """
-        found: list[tuple[int, Piece]] = []
+        pieces: list[tuple[int, Piece]] = []
         for copy in plan.copies:
             payload = locate(copy.extent)
             destination = destinations[copy.target]
@@ -215,11 +217,11 @@ class Checksums:
                 end = (target + length) * size
                 if count == 1:
                     crc = self.add_piece(payload, source * size, memory[begin:end])
-                    found.append((copy.target, (begin, end, crc)))
+                    pieces.append((copy.target, (begin, end, crc)))
                 elif source_stride == length:
                     rows = numpy.ndarray((count,), f"V{length * size}", memory, begin, (target_stride * size,))
                     self._store_piece(payload, source * size, rows.nbytes, _checksum_of_rows(rows))
-        return found
+        return pieces
 
     def rest(self) -> list[Callable[[], None]]:
         """Return functions that read the missing pieces of incomplete records, and raise as `add_piece` does."""

@@ -45,13 +45,13 @@ def checksum(data: memoryview, known: Iterable[Piece] = (), crc: int = 0) -> int
     return crc32(data[done:], crc)
 
 
-def _product(one: int, other: int) -> int:
+def _product(first: int, second: int) -> int:
     product = 0
-    while one:
-        if one & _ONE:
-            product ^= other
-        one = one << 1 & 0xFFFFFFFF
-        other = other >> 1 ^ (_GENERATOR if other & 1 else 0)
+    while first:
+        if first & _ONE:
+            product ^= second
+        first = first << 1 & 0xFFFFFFFF
+        second = second >> 1 ^ (_GENERATOR if second & 1 else 0)
     return product
 
 

@@ -78,10 +78,10 @@ class SharedIndex:
         """Return this index with the ranks' plans, which are more than half of it, replaced by True."""
         short = without_last(self.data, PLANS, _PARTS)
         if short is not None:
-            found = SharedIndex(self.folder, short, self.size, digest=self.digest)
+            shortened = SharedIndex(self.folder, short, self.size, digest=self.digest)
             with suppress(ContentError):  # the plans were not the last attribute
-                if found.index.has_plans:
-                    return found
+                if shortened.index.has_plans:
+                    return shortened
         return self
 
     @cached_property
@@ -89,8 +89,8 @@ class SharedIndex:
         """The parsed index; raises as `read_index` does."""
         if self._pickled is not None:
             with collector_paused():
-                found: DcpIndex = pickle.loads(self._pickled)  # pickled by a rank of this job
-            return found
+                index: DcpIndex = pickle.loads(self._pickled)  # pickled by a rank of this job
+            return index
         return _parsed(self.data, self.folder / METADATA_FILE)
 
 
@@ -214,9 +214,9 @@ def _without_plans(short: bytes | None, where: str) -> Any:
     """
     if short is not None:
         with suppress(ContentError):  # raised again when the whole index is loaded
-            found = safe_loads(short, where)
-            if isinstance(found, Record) and getattr(found, PLANS, None) is True and hasattr(found, _PARTS[0]):
-                return found
+            index = safe_loads(short, where)
+            if isinstance(index, Record) and getattr(index, PLANS, None) is True and hasattr(index, _PARTS[0]):
+                return index
     return None
 
 

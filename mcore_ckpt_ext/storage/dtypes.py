@@ -56,8 +56,8 @@ class Dtype(Stateless):
         Raises:
             AttributeError: the installed torch does not have this dtype.
         """
-        found: torch.dtype = getattr(torch, self.name)
-        return found
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the name, so that each process has one object for each dtype."""

@@ -25,20 +25,20 @@ def check_expansion(tree: Any, nbytes: int, where: str) -> None:
         UnsafePickleError: the tree contains itself, or is deeper than any state of a checkpoint.
         OverBudgetError: the tree has more elements than `nbytes` can justify.
     """
-    known: dict[int, int] = {}
+    counts: dict[int, int] = {}
 
     def nodes(node: Any, depth: int) -> int:
         children = _children(node)
         if not children:
             return 1
-        if id(node) not in known:
+        if id(node) not in counts:
             if depth > _DEEPEST:
                 raise ValueError(f"deeper than {_DEEPEST} levels")
-            known[id(node)] = _MOST_NODES  # seen again before it is counted: it contains itself
-            known[id(node)] = 1 + sum(nodes(child, depth + 1) for child in children)
-        if known[id(node)] >= _MOST_NODES:
+            counts[id(node)] = _MOST_NODES  # seen again before it is counted: it contains itself
+            counts[id(node)] = 1 + sum(nodes(child, depth + 1) for child in children)
+        if counts[id(node)] >= _MOST_NODES:
             raise ValueError(f"more than {_MOST_NODES:,} elements")
-        return known[id(node)]
+        return counts[id(node)]
 
     try:
         Budget(nbytes, where).spend(nodes(tree, 0), "what is referred to again and again")

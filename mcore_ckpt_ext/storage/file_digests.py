@@ -111,8 +111,8 @@ def check_digests(folder: Path) -> None:
     Raises:
         UnreadableCheckpointError: such a file has changed, or the digests cannot be read.
     """
-    found = compare_digests(folder)
-    for file in found.changed if found else ():
+    comparison = compare_digests(folder)
+    for file in comparison.changed if comparison else ():
         if not file.editable:
             raise UnreadableCheckpointError(
                 "a file of the checkpoint has changed since it was written",
@@ -143,13 +143,13 @@ def _changed(folder: Path, stored: Mapping[str, str], digest: Any) -> Iterator[C
     for name, expected in stored.items():
         checked_name(name, folder)
         try:
-            found = digest(name)
+            actual = digest(name)
         except OSError as error:
             yield ChangedFile(name, f"it cannot be read: {error.strerror}", editable=_is_editable(name))
             continue
-        if found != expected:
-            what = f"its SHA-256 is {found[:_SHOWN]}..., recorded is {expected[:_SHOWN]}..."
-            yield ChangedFile(name, what, editable=_is_editable(name))
+        if actual != expected:
+            difference = f"its SHA-256 is {actual[:_SHOWN]}..., recorded is {expected[:_SHOWN]}..."
+            yield ChangedFile(name, difference, editable=_is_editable(name))
 
 
 def _is_editable(name: str) -> bool:

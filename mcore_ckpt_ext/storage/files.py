@@ -123,7 +123,7 @@ class FolderReader:
         """Fill several buffers with consecutive bytes from `offset` on; raises as `read_into` does."""
         for first in range(0, len(buffers), _MOST_BUFFERS):
             batch = buffers[first : first + _MOST_BUFFERS]
-            wanted = sum(map(len, batch))
+            nbytes = sum(map(len, batch))
             descriptor = self._descriptor(file)
             try:
                 count = os.preadv(descriptor.number, batch, offset)
@@ -131,9 +131,9 @@ class FolderReader:
                 count = 0  # `_fill_rest` below raises the error
             with self._lock:
                 self.bytes_read += count
-            if count < wanted:
+            if count < nbytes:
                 self._fill_rest(file, offset, batch, count)
-            offset += wanted
+            offset += nbytes
 
     def _fill_rest(self, file: str, offset: int, buffers: Sequence[memoryview], done: int) -> None:
         """Fill the rest of buffers whose first `done` bytes have been read."""

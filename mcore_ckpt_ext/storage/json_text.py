@@ -19,9 +19,9 @@ def parsed(text: str | bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         for name, value in pairs:
-            if found[name] is not value and found[name] != value:  # NaN does not equal itself
+            if mapping[name] is not value and mapping[name] != value:  # NaN does not equal itself
                 raise ValueError(f"an object has two entries {name[:80]!r}")
-    return found
+    return mapping

@@ -56,7 +56,7 @@ class Manifest:
 def manifest_text(manifest: Manifest) -> str:
     """Return the text of a manifest."""
     files = [_file_line(name, digest) for name, digest in sorted(manifest.files.items())]
-    tensors = [f"{_TENSOR}{json.dumps(one._asdict())}" for one in manifest.tensors]
+    tensors = [f"{_TENSOR}{json.dumps(tensor._asdict())}" for tensor in manifest.tensors]
     return "\n".join([_HEAD, *files, *tensors, _end(len(files), len(tensors)), ""])
 
 
@@ -118,7 +118,7 @@ def _file(line: str) -> tuple[str, str]:
         raise ValueError(f"a line that names no file: {line!r}")
     escaped, digest, name = match.groups()
     if escaped:
-        name = _ESCAPED.sub(lambda found: {"n": "\n", "r": "\r"}.get(found[1], found[1]), name)
+        name = _ESCAPED.sub(lambda escape: {"n": "\n", "r": "\r"}.get(escape[1], escape[1]), name)
     if len(name) > _LONGEST_PATH:
         raise ValueError(f"the path of a file has {len(name):,} characters")
     path = PurePosixPath(name)
@@ -146,15 +146,15 @@ def _is_shape(shape: object) -> bool:
 
 def differing(recorded: Iterable[TensorDigest], found: Iterable[TensorDigest]) -> list[tuple[TensorDigest, str]]:
     """Return the tensors that differ between a manifest and a checkpoint, each with its difference."""
-    have = {(one.kind, one.name): one for one in found}
+    have = {(tensor.kind, tensor.name): tensor for tensor in found}
     differences: list[tuple[TensorDigest, str]] = []
-    for one in recorded:
-        other = have.pop((one.kind, one.name), None)
+    for record in recorded:
+        other = have.pop((record.kind, record.name), None)
         if other is None:
-            differences.append((one, "missing: it is recorded, but not in the checkpoint"))
-        elif (other.dtype, other.shape) != (one.dtype, one.shape):
-            what = f"it is {other.dtype} {other.shape}, recorded is {one.dtype} {one.shape}"
-            differences.append((one, what))
-        elif other.sha256 != one.sha256:
-            differences.append((one, f"its SHA-256 is {other.sha256[:16]}..., recorded is {one.sha256[:16]}..."))
-    return [*differences, *((one, "it is not recorded") for one in have.values())]
+            differences.append((record, "missing: it is recorded, but not in the checkpoint"))
+        elif (other.dtype, other.shape) != (record.dtype, record.shape):
+            difference = f"it is {other.dtype} {other.shape}, recorded is {record.dtype} {record.shape}"
+            differences.append((record, difference))
+        elif other.sha256 != record.sha256:
+            differences.append((record, f"its SHA-256 is {other.sha256[:16]}..., recorded is {record.sha256[:16]}..."))
+    return [*differences, *((tensor, "it is not recorded") for tensor in have.values())]

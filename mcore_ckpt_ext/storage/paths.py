@@ -54,10 +54,10 @@ def local_path(path: str) -> Path:
     Raises:
         UsageError: it is one of a remote store.
     """
-    found = as_path(path) if "://" in path else Path(path)
-    if is_remote(found):
+    parsed = as_path(path) if "://" in path else Path(path)
+    if is_remote(parsed):
         raise UsageError("this option takes a path of this machine", found=path, hint="name a local file or folder")
-    return found
+    return parsed
 
 
 def is_remote(path: object) -> TypeGuard[StorePath]:

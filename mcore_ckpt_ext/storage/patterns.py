@@ -32,7 +32,7 @@ def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any
     """
     library = _library()
     try:
-        found = (library.fullmatch if whole else library.match)(pattern, name, timeout=_SECONDS)
+        match = (library.fullmatch if whole else library.match)(pattern, name, timeout=_SECONDS)
     except TimeoutError:
         raise UnsupportedCheckpointError(
             "a pattern takes too long",
@@ -41,7 +41,7 @@ def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any
             where=name,
             hint="write a list of names instead",
         ) from None
-    return None if found is None else found.groupdict()
+    return None if match is None else match.groupdict()
 
 
 def _library() -> ModuleType:

@@ -143,10 +143,10 @@ def _parts(node: Any) -> list[Any] | None:
         return [node.default_factory, *node.keys(), *node.values()]
     if kind in (argparse.Namespace, types.SimpleNamespace):
         return [*vars(node).values()]
-    known = kind in (Dtype, io.BytesIO) or is_dtype(node) or is_layout(node)
-    known |= isinstance(node, type) and node in CLASSES
-    known |= is_tensor(node) and name_of(node.dtype) in STORAGE_NAMES
-    if known or (isinstance(node, Placeholder) and _is_in_its_form(node)):
+    is_allowed = kind in (Dtype, io.BytesIO) or is_dtype(node) or is_layout(node)
+    is_allowed |= isinstance(node, type) and node in CLASSES
+    is_allowed |= is_tensor(node) and name_of(node.dtype) in STORAGE_NAMES
+    if is_allowed or (isinstance(node, Placeholder) and _is_in_its_form(node)):
         return []
     return None
 
@@ -159,12 +159,12 @@ def _described(node: object) -> str:
 
 
 def _is_in_its_form(node: Placeholder) -> bool:
-    found = _FORMS.get((node.pickled_module, node.pickled_name))
+    predicate = _FORMS.get((node.pickled_module, node.pickled_name))
     origin = origin_of(node)
-    if found is None or not origin.called or origin.member is not None or origin.items or origin.entries:
+    if predicate is None or not origin.called or origin.member is not None or origin.items or origin.entries:
         return False
     try:
-        return found(node, origin)
+        return predicate(node, origin)
     except (AttributeError, IndexError, TypeError, ValueError):
         return False
 
@@ -215,8 +215,8 @@ _FORMS: dict[Name, Callable[[Placeholder, Origin], bool]] = {
 
 
 def _is_class(kind: object, name: Name) -> bool:
-    found = isinstance(kind, type) and issubclass(kind, Placeholder)
-    return found and (kind.pickled_module, kind.pickled_name) == name  # type: ignore[attr-defined]
+    is_placeholder = isinstance(kind, type) and issubclass(kind, Placeholder)
+    return is_placeholder and (kind.pickled_module, kind.pickled_name) == name  # type: ignore[attr-defined]
 
 
 def _item_size(dtype: object) -> int:
@@ -272,7 +272,7 @@ def pickle_in(data: bytes) -> bytes:
         raise ValueError("an archive with more than one end")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         records = readable_records(archive)
-        (record,) = (one for one in records if one.filename.rpartition("/")[2].casefold() == "data.pkl")
+        (record,) = (info for info in records if info.filename.rpartition("/")[2].casefold() == "data.pkl")
         if any(info.compress_type != zipfile.ZIP_STORED for info in records):
             raise ValueError("a compressed archive")
         return archive.read(record)

@@ -91,6 +91,6 @@ def _parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
 
 
 def _check_part(key: Any) -> None:
-    known = type(key) in PLAIN_KEYS or type(key) in (int, complex, object)
-    if not known and not isinstance(key, (type, Placeholder, Record, Stateless)):
+    is_allowed = type(key) in PLAIN_KEYS or type(key) in (int, complex, object)
+    if not is_allowed and not isinstance(key, (type, Placeholder, Record, Stateless)):
         raise TypeError(f"a key that is a {type(key).__name__}")

@@ -109,17 +109,17 @@ class TreePickler(pickle._Pickler):
         return checked_name(module, name)
 
     def _check_placeholder(self, obj: Placeholder) -> None:
-        if not is_own(obj) and (found := first_unwritable(obj)):
-            raise TypeError(found)
+        if not is_own(obj) and (reason := first_unwritable(obj)):
+            raise TypeError(reason)
 
     def _named(self, module: str, name: str) -> type[Placeholder]:
         return self._globals.setdefault((module, name), placeholder_class(module, name))
 
     def _remembered(self, obj: object) -> bool:
-        known = self.memo.get(id(obj))
-        if known is not None:
-            self.write(self.get(known[0]))
-        return known is not None
+        memoized = self.memo.get(id(obj))
+        if memoized is not None:
+            self.write(self.get(memoized[0]))
+        return memoized is not None
 
     def _save_global(self, named: type[Placeholder]) -> None:
         if not self._remembered(named):

@@ -116,7 +116,7 @@ class Publication:
         Raises:
             DestinationError: the journal cannot be read.
         """
-        found: dict[int, int] = {}
+        checksums: dict[int, int] = {}
         try:
             journals = [name for name in self._root.names() if name.startswith(_JOURNAL)]
             texts = [self._root.read(journal, _JOURNAL_LIMIT) or b"" for journal in journals]
@@ -127,8 +127,8 @@ class Publication:
                 # The last line may be incomplete, because the process was killed.
                 with contextlib.suppress(ValueError, TypeError):
                     number, crc = json.loads(line)
-                    found[int(number)] = int(crc)
-        return found
+                    checksums[int(number)] = int(crc)
+        return checksums
 
     def note(self, number: int, crc: int) -> None:
         """Record a finished record in the journal.
@@ -178,10 +178,10 @@ class Publication:
         try:
             self._parent.remove(self._name)
         except OSError as error:
-            what = "the temporary folder" if self._replaces is None else "the folder that it replaced"
+            leftover = "the temporary folder" if self._replaces is None else "the folder that it replaced"
             yield (
-                f"the new {self.destination} is complete, but {what} could not be removed ({error.strerror}); what is "
-                f"left of it lies in {self._root.path}: remove it with rm -r"
+                f"the new {self.destination} is complete, but {leftover} could not be removed ({error.strerror}); "
+                f"what is left of it lies in {self._root.path}: remove it with rm -r"
             )
 
     def close(self) -> None:
@@ -320,9 +320,9 @@ class Publication:
                 move_new(self._root, _REPLACED, self._parent, self.destination.name)
             raise
 
-    def _changed(self, what: str) -> DestinationError:
+    def _changed(self, reason: str) -> DestinationError:
         return DestinationError(
-            f"{what}; nothing was replaced",
+            f"{reason}; nothing was replaced",
             where=str(self.destination),
             hint="remove it if it is not needed, and continue with --resume: what was written is kept",
         )

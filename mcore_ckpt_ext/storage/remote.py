@@ -89,10 +89,10 @@ class RemoteFolderReader(FolderReader):
 
     def _block(self, file: str, number: int) -> bytes:
         with self._guard:
-            known = self._blocks.get((file, number))
-            if known is not None:
+            cached = self._blocks.get((file, number))
+            if cached is not None:
                 self._blocks.move_to_end((file, number))
-                return known
+                return cached
         begin = number * BLOCK_BYTES
         block = self._path(file).read_range(begin, min(begin + BLOCK_BYTES, self.size(file)))
         with self._guard:
@@ -183,12 +183,12 @@ class Upload:
         """Return the content of the claim file; empty if there is none."""
         with self._answering():
             try:
-                found = json.loads((self._partial / _CLAIM).read_text())
+                claim = json.loads((self._partial / _CLAIM).read_text())
             except FileNotFoundError:
                 return []
             except ValueError:
                 return [""]  # of another process, incompletely written
-        return found if isinstance(found, list) and found else [""]
+        return claim if isinstance(claim, list) and claim else [""]
 
     def done(self) -> dict[str, int]:
         """Return the files that an interrupted upload finished, with their sizes, after reading each back."""
@@ -198,7 +198,9 @@ class Upload:
                 # It may be incomplete, because the process was killed.
                 with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
                     journaled |= json.loads(journal.read_text())
-            self._noted = {name: found for name, found in journaled.items() if self._there(name) == found}
+            self._noted = {
+                name: size_and_crc for name, size_and_crc in journaled.items() if self._there(name) == size_and_crc
+            }
         return {name: size for name, (size, _) in self._noted.items()}
 
     def put(self, local: Path, name: str) -> None:
@@ -236,9 +238,10 @@ class Upload:
             if self._partial.exists():  # in a store that has folders
                 self._partial.remove(recursive=True)
         except (StorageError, OSError) as error:
-            what = error.details["found"] if isinstance(error, StorageError) else str(error)
+            reason = error.details["found"] if isinstance(error, StorageError) else str(error)
             return [
-                f"{self.destination} is complete, but its journal could not be removed ({what}); remove {self._partial}"
+                f"{self.destination} is complete, but its journal could not be removed ({reason}); "
+                f"remove {self._partial}"
             ]
         return []
 

@@ -94,17 +94,17 @@ class RowReader:
             span = ((rows - 1) * source_stride + length) * size
             self._reader.read_into(file, offset + row * source_stride * size, scratch[:span])
             # numpy, because torch would start threads on all processors for these few bytes.
-            found = numpy.ndarray((rows, length), whole, scratch, 0, (source_stride * size, size))
+            source = numpy.ndarray((rows, length), whole, scratch, 0, (source_stride * size, size))
             begin = (target + row * target_stride) * size
             places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
-            numpy.copyto(places, found)
+            numpy.copyto(places, source)
 
     def _thread_buffer(self, nbytes: int) -> memoryview:
         """Return a buffer of this thread, which is reused so that the system need not clear new pages."""
-        found: memoryview | None = getattr(self._scratch, "memory", None)
-        if found is None or len(found) < nbytes:
-            found = self._scratch.memory = memoryview(bytearray(max(nbytes, _ALONG_BYTES)))
-        return found
+        buffer: memoryview | None = getattr(self._scratch, "memory", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._scratch.memory = memoryview(bytearray(max(nbytes, _ALONG_BYTES)))
+        return buffer
 
 
 def are_read_together(length: int, count: int, stride: int, size: int) -> bool:

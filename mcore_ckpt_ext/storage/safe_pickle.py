@@ -223,11 +223,11 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the object or stub for a global."""
         self._names.spend(module, name)
-        found = _resolve(module, name, self._where)
-        if isinstance(found, type) and issubclass(found, Placeholder):
-            return _with_little_state(found)
-        if isinstance(found, Dtype) or (module, name) in _PLAIN or module.startswith(_METADATA_MODULES):
-            return found
+        resolved = _resolve(module, name, self._where)
+        if isinstance(resolved, type) and issubclass(resolved, Placeholder):
+            return _with_little_state(resolved)
+        if isinstance(resolved, Dtype) or (module, name) in _PLAIN or module.startswith(_METADATA_MODULES):
+            return resolved
         raise _NotPlainError
 
     def persistent_load(self, reference: Any) -> Any:

@@ -112,7 +112,7 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
     """
     size = reader.size(file)
     header, begin = _header(reader, file)
-    found: list[tuple[str, tuple[int, ...], RawArray]] = []
+    arrays: list[tuple[str, tuple[int, ...], RawArray]] = []
     try:
         for key, entry in header.items():
             if key == METADATA:
@@ -132,9 +132,9 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
                 raise ValueError(
                     f"{format_value(key)} would lie at {format_value(low)}:{format_value(high)} of {size} bytes"
                 )
-            found.append((key, shape, RawArray(file, low, high - low, dtype, numel)))
-        _check_filled([extent for *_, extent in found], begin, size)
-        return _with_checksums(found, header.get(METADATA))
+            arrays.append((key, shape, RawArray(file, low, high - low, dtype, numel)))
+        _check_filled([extent for *_, extent in arrays], begin, size)
+        return _with_checksums(arrays, header.get(METADATA))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(reader, file, error) from error
 
@@ -198,10 +198,10 @@ def writer_of(reader: FolderReader, file: str) -> str | None:
         UnreadableCheckpointError: the file is not a safetensors file.
     """
     try:
-        found = _header(reader, file)[0].get(METADATA, {}).get("writer")
+        writer = _header(reader, file)[0].get(METADATA, {}).get("writer")
     except AttributeError as error:
         raise _damaged(reader, file, error) from error
-    return found if isinstance(found, str) else None
+    return writer if isinstance(writer, str) else None
 
 
 def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:

@@ -36,7 +36,7 @@ def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales:
         codes: reads the codes of the matrix.
         scales: reads the scales of the matrix.
     """
-    found = torch.empty(count, dtype=getattr(torch, extent.dtype))
+    decoded = torch.empty(count, dtype=getattr(torch, extent.dtype))
     columns = extent.columns
     start = 0
     while start < count:
@@ -45,12 +45,12 @@ def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales:
         rows = max(1, _AT_ONCE // columns)
         if left or count - start < columns or columns > _AT_ONCE:
             stop = min(count, start + min(columns - left, _AT_ONCE))
-            found[start:stop] = _in_one_row(extent, at, stop - start, codes, scales)
+            decoded[start:stop] = _in_one_row(extent, at, stop - start, codes, scales)
         else:
             stop = start + min(rows, (count - start) // columns) * columns
-            found[start:stop] = _whole_rows(extent, at // columns, (stop - start) // columns, codes, scales)
+            decoded[start:stop] = _whole_rows(extent, at // columns, (stop - start) // columns, codes, scales)
         start = stop
-    return found
+    return decoded
 
 
 def scaled_by(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
@@ -75,13 +75,13 @@ def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scale
     last = -(-(row + rows) // height)
     grid = _values(extent, scales(first * across, (last - first) * across)).view(-1, across)
     spread = grid if across == 1 else grid.repeat_interleave(width, dim=1)[:, :columns]
-    found = _read(extent, row * columns, rows * columns, codes).view(rows, columns)
+    decoded = _read(extent, row * columns, rows * columns, codes).view(rows, columns)
     if height == 1:
-        found *= spread
+        decoded *= spread
     else:
         for band, of_band in zip(range(first, last), spread, strict=True):
-            found[max(band * height - row, 0) : (band + 1) * height - row] *= of_band
-    return found.view(-1)
+            decoded[max(band * height - row, 0) : (band + 1) * height - row] *= of_band
+    return decoded.view(-1)
 
 
 def _across(extent: ScaleCodec) -> int:
@@ -91,13 +91,13 @@ def _across(extent: ScaleCodec) -> int:
 def _read(extent: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     """Return the numbers of codes in new memory, not scaled yet."""
     if extent.packed:
-        found = _unpacked(first, count, codes)
-        return found if extent.common_scale is None else found.add_(0.0)  # ModelOpt has no negative zero
-    found = codes(first, count)
+        numbers = _unpacked(first, count, codes)
+        return numbers if extent.common_scale is None else numbers.add_(0.0)  # ModelOpt has no negative zero
+    numbers = codes(first, count)
     # A table is five times as fast on a CPU as torch's own conversion of fp8 (2.13, measured).
-    if found.dtype.itemsize == 1 and found.is_floating_point():
-        return _numbers_of(found.dtype).index_select(0, found.view(torch.uint8).int())
-    return found.to(torch.float32, copy=True)
+    if numbers.dtype.itemsize == 1 and numbers.is_floating_point():
+        return _numbers_of(numbers.dtype).index_select(0, numbers.view(torch.uint8).int())
+    return numbers.to(torch.float32, copy=True)
 
 
 @cache
@@ -107,14 +107,14 @@ def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _values(extent: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
-    found = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
-    if not torch.isfinite(found).all():
+    factors = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
+    if not torch.isfinite(factors).all():
         raise UnreadableCheckpointError(
             "a scale of quantized weights is not a finite number",
             where=extent.scales.file,
             hint="the folder is damaged: download it again",
         )
-    return found
+    return factors
 
 
 def _unpacked(first: int, count: int, codes: ReadCodes) -> torch.Tensor:

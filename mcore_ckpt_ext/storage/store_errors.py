@@ -68,10 +68,10 @@ def _described(error: Exception) -> str:
 
 def _code(error: BaseException) -> int | None:
     """Return the HTTP status of an error of a store's library, or of its cause; None without one."""
-    for one in (error, error.__cause__):
-        response = getattr(one, "response", None)
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)
         of_boto = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
-        for code in (of_boto, *(getattr(one, name, None) for name in ("status_code", "status", "code"))):
+        for code in (of_boto, *(getattr(candidate, name, None) for name in ("status_code", "status", "code"))):
             if isinstance(code, int):
                 return code
     return None

@@ -168,8 +168,8 @@ class StorePath:
 
     def _info(self) -> Mapping[str, Any]:
         with translated(self):
-            found: Mapping[str, Any] = self.files.info(self.key)
-        return found
+            info: Mapping[str, Any] = self.files.info(self.key)
+        return info
 
     def _kind(self) -> str | None:
         try:

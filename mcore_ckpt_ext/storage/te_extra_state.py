@@ -75,13 +75,13 @@ def read_state(content: bytes) -> dict[str, Any] | None:
     """
     try:
         archive = _Records(content) if content.startswith(b"PK") else None
-        found = _Unpickler.whole(pickle_in(content), archive) if content else None
-        if found is not None and (type(found) is not dict or not all(type(key) is str for key in found)):
-            raise TypeError(f"a {type(found).__name__}")
-        _check(found)
+        state = _Unpickler.whole(pickle_in(content), archive) if content else None
+        if state is not None and (type(state) is not dict or not all(type(key) is str for key in state)):
+            raise TypeError(f"a {type(state).__name__}")
+        _check(state)
     except Exception as error:  # damaged bytes can cause any error
         raise UnknownStateError(f"{type(error).__name__}: {error}") from error
-    return found
+    return state
 
 
 def write_state(content: Mapping[str, Any], stream: bool) -> Any:
@@ -256,10 +256,10 @@ def _stored(data: object) -> torch.Tensor:
     """Return the storage or tensor in the bytes of a file that is embedded in a pickle."""
     if type(data) is not bytes:
         raise TypeError("a storage of something else than bytes")
-    found = _OfTensor.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _of_oldest_format(data)
-    if type(found) is not torch.Tensor:
+    tensor = _OfTensor.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _of_oldest_format(data)
+    if type(tensor) is not torch.Tensor:
         raise TypeError("bytes of something else than a tensor")
-    return found
+    return tensor
 
 
 def _of_oldest_format(data: bytes) -> torch.Tensor:
@@ -270,12 +270,12 @@ def _of_oldest_format(data: bytes) -> torch.Tensor:
     if not data.startswith(_OLDEST):
         raise ValueError("no storage")
     rest = data[len(_OLDEST) :]
-    found = []
+    objects = []
     for _ in range(3):
         unpickler = _Oldest(rest, None)
-        found.append(unpickler.load())
+        objects.append(unpickler.load())
         rest = rest[unpickler.position :]
-    kind, numel = found[1]
+    kind, numel = objects[1]
     if type(numel) is not int or int.from_bytes(rest[:8], "little") != numel:
         raise ValueError("a storage of another length")
     return _numbers(rest[8:], kind, numel)

@@ -60,8 +60,8 @@ class TensorReference(Stateless):
         except ValueError as error:
             strides = format_value(self.stride)
             first = format_value(offset)
-            found = f"a tensor of shape {format_value(self.shape)}, strides {strides}, from element {first}"
-            raise ValueError(f"{found}: {error}") from error
+            description = f"a tensor of shape {format_value(self.shape)}, strides {strides}, from element {first}"
+            raise ValueError(f"{description}: {error}") from error
 
     @property
     def is_contiguous(self) -> bool:

@@ -143,11 +143,11 @@ class TorchArchive:
         if _BYTE_ORDER not in self._members:
             return
         start, info = self._record(_BYTE_ORDER)
-        found = self._read(start, min(info.file_size, _SHORT))
-        if found != b"little":
+        byte_order = self._read(start, min(info.file_size, _SHORT))
+        if byte_order != b"little":
             raise UnsupportedCheckpointError(
                 "a record was written by a machine with another order of bytes",
-                found=shorten(found.decode(errors="replace")),
+                found=shorten(byte_order.decode(errors="replace")),
                 expected="little",
                 where=self.where,
                 hint="load it on such a machine, and save it with torch.serialization.set_default_load_endianness",
@@ -161,8 +161,10 @@ class TorchArchive:
         """
         start, info = self._record(f"data/{tensor.storage.key}")
         dtype = tensor.storage.dtype
-        found = TensorLocation(self._file, self._offset + start + tensor.offset * dtype.itemsize, dtype, tensor.shape)
-        end = (tensor.offset + found.numel) * dtype.itemsize
+        location = TensorLocation(
+            self._file, self._offset + start + tensor.offset * dtype.itemsize, dtype, tensor.shape
+        )
+        end = (tensor.offset + location.numel) * dtype.itemsize
         if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > info.file_size:
             raise UnreadableCheckpointError(
                 "a tensor does not fit its record",
@@ -170,7 +172,7 @@ class TorchArchive:
                 expected=f"shape {tensor.shape}, strides {tensor.stride}, {dtype} from element {tensor.offset}",
                 where=self.where,
             )
-        return found
+        return location
 
     def scaled_payload(self, tensor: Float8Reference) -> TensorLocation:
         """Return the location of an fp8 tensor's elements.
@@ -306,10 +308,10 @@ def _unambiguous(members: list[Member]) -> dict[str, Member]:
         ValueError: readers could choose different records for one name. torch uses the first record of a name in the
             top folder of the first record, and ignores case (miniz, `mz_zip_reader_locate_file_v2`).
     """
-    found = {name_in_archive(info.filename): info for info in members}
-    if len({name.casefold() for name in found}) != len(members) or len({_top(info) for info in members}) > 1:
+    records = {name_in_archive(info.filename): info for info in members}
+    if len({name.casefold() for name in records}) != len(members) or len({_top(info) for info in members}) > 1:
         raise ValueError("it has more than one record of a name, or more than one top folder")
-    return found
+    return records
 
 
 def _top(member: Member) -> str:

@@ -82,7 +82,7 @@ class _Reader:
 
     def document(self) -> Any:
         """Return the only document of the text; None if the text is empty."""
-        found: Any = None
+        document: Any = None
         documents = 0
         for event in self._events:
             kind = type(event).__name__
@@ -90,8 +90,8 @@ class _Reader:
                 documents += 1
                 if documents > 1:
                     raise ValueError("several documents in one file")
-                found, _ = self._value(next(self._events), 0)
-        return found
+                document, _ = self._value(next(self._events), 0)
+        return document
 
     def _value(self, event: Any, depth: int) -> _Sized:
         if depth > _MOST_DEPTH:
@@ -117,19 +117,19 @@ class _Reader:
 
     def _sequence(self, event: Any, depth: int) -> _Sized:
         _check_tag(event, "seq")
-        found = []
+        elements = []
         total = 1
         while type(following := next(self._events)).__name__ != "SequenceEndEvent":
             value, size = self._value(following, depth + 1)
-            found.append(value)
+            elements.append(value)
             total += size
-        return found, total
+        return elements, total
 
     def _mapping(self, event: Any, depth: int) -> _Sized:
         # A set is written as a mapping from its members to null (`params_to_save` of Megatron-Bridge's adapters,
         # 0.3.1).
         _check_tag(event, "map", "set")
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         total = 1
         while type(following := next(self._events)).__name__ != "MappingEndEvent":
             key, _ = self._value(following, depth + 1)
@@ -137,11 +137,11 @@ class _Reader:
                 raise ValueError("a key that is not a plain value")
             name = key if isinstance(key, str) else str(key)
             value, size = self._value(next(self._events), depth + 1)
-            if name in found or name == "<<":
+            if name in entries or name == "<<":
                 raise ValueError(f"an object has two entries {name[:80]!r}, or merges others")
-            found[name] = value
+            entries[name] = value
             total += size + 1
-        return found, total
+        return entries, total
 
     def _scalar(self, event: Any) -> Any:
         from yaml.nodes import ScalarNode

@@ -53,7 +53,9 @@ def unshifted(
         if name not in shifted:
             return written.stored(kind, name)
         return [
-            piece for found in shifted[name] for piece in cut(found.placement, _joined(written, models, kind, found))
+            piece
+            for parameter in shifted[name]
+            for piece in cut(parameter.placement, _joined(written, models, kind, parameter))
         ]
 
     def lost(kind: str, name: str) -> list[tuple[int, int]]:
@@ -62,7 +64,9 @@ def unshifted(
             return []
         whole = Region.whole(name, tensor.shape)
         pieces = [
-            Piece(region, start, stop, 0) for one in stored(kind, name) for region, start, stop, _ in one.slice.pieces()
+            Piece(region, start, stop, 0)
+            for stored_slice in stored(kind, name)
+            for region, start, stop, _ in stored_slice.slice.pieces()
         ]
         return overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
 
@@ -111,7 +115,7 @@ def shifted_names(models: LocalModels, order: ParameterOrder) -> list[str]:
 
 def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shifted]]:
     """Return all local parameters after some end padding, by name, the preferred copy first."""
-    found: dict[str, list[_Shifted]] = {}
+    shifted: dict[str, list[_Shifted]] = {}
     ranks = {rank for name in models.weights for rank in models.ranks_of(name)}
     for rank in sorted(ranks, key=lambda rank: (rank.pipeline, rank.tensor, rank.expert is not None, rank.expert or 0)):
         stages = range(models.layout.virtual_pipeline)
@@ -120,8 +124,8 @@ def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shif
                 for index, start, _ in bucket.placements if origin != bucket.start else ():
                     placement = buffer.placement(index, origin + start)
                     if rank in models.ranks_of(placement.name):
-                        found.setdefault(placement.name, []).append(_Shifted(rank, placement, buffer))
-    return found
+                        shifted.setdefault(placement.name, []).append(_Shifted(rank, placement, buffer))
+    return shifted
 
 
 def _joined(written: ModelSpaceState, models: LocalModels, kind: str, shifted: _Shifted) -> FlatArray:
