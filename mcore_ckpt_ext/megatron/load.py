@@ -22,6 +22,7 @@ from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.cyclic_sampler import keep_history
+from mcore_ckpt_ext.megatron.energon_states import provide_states
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.fsdp_load import (
     advise_torch_fsdp,
@@ -160,6 +161,8 @@ class _Load:
         """Let the data go on in its order, and log where it does not, unless the summary has."""
         data = self._load.data
         keep_history(self._load.data_layouts, self._arguments)
+        if self._load.loader_states is not None:
+            provide_states(self._scope, self._arguments, self._load.loader_states)
         if data is not None and data.is_remarkable and not self._summarized:
             announce(data.sentence)
 

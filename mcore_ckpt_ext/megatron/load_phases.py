@@ -9,6 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order, followed_history
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.megatron.energon_states import SavedStates, with_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
@@ -41,6 +42,7 @@ class MegatronLoad(Resume):
         is_presented: True if this package has to present the checkpoint to Megatron.
         data: whether the data goes on in the same order; None if no job has read data before.
         data_layouts: the layouts that have read the data, if their order has to be followed.
+        loader_states: the states with which the data loader of a script goes on; None if it has none.
         is_local: True if the load takes a local non-persistent checkpoint, which only stock Megatron loads.
         assessment: who loads the optimizer, and why; None before it is decided, and if there is none.
     """
@@ -56,6 +58,7 @@ class MegatronLoad(Resume):
     is_presented: bool = field(default=False, init=False)
     data: DataOrder | None = field(default=None, init=False)
     data_layouts: Sequence[ReadingLayout] = field(default=(), init=False)
+    loader_states: SavedStates | None = field(default=None, init=False)
     is_local: bool = field(default=False, init=False)
     assessment: LoadAssessment | None = field(default=None, init=False)
 
@@ -109,7 +112,10 @@ def _goes_on_reading(load: MegatronLoad) -> bool:
     return bool(load.running.raw) and not getattr(load.arguments, "finetune", False)
 
 
-def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout]] | None:
+_Account = tuple[DataOrder, SavedStates | None, Sequence[ReadingLayout]]
+
+
+def _account_data(load: MegatronLoad) -> _Account | None:
     """Return whether the data goes on in the same order; None if no job has read any.
 
     Raises:
@@ -122,7 +128,7 @@ def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout
         written = session.checkpoint.arguments
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
-    order = data_order(written, load.running)
+    order, states = with_states(data_order(written, load.running), written, load.running, session.folder.name)
     if not order.goes_on and DATA_ORDER.chosen(load.arguments) == REQUIRED:
         raise ModelMismatchError(
             "the data does not go on in the same order, or that is unknown",
@@ -131,14 +137,12 @@ def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout
             where=str(session.folder),
             hint=order.hint or None,
         )
-    return order, followed_history(written, load.running)
+    return order, states, followed_history(written, load.running)
 
 
-def _take_data(
-    load: MegatronLoad, ranks: Any, accounts: Sequence[tuple[DataOrder, Sequence[ReadingLayout]] | None]
-) -> None:
+def _take_data(load: MegatronLoad, ranks: Any, accounts: Sequence[_Account | None]) -> None:
     if accounts[0] is not None:
-        load.data, load.data_layouts = accounts[0]
+        load.data, load.loader_states, load.data_layouts = accounts[0]
 
 
 def _check_tokens_of_open(load: MegatronLoad) -> None:

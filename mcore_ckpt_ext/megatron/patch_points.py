@@ -25,6 +25,8 @@ _OF_LOADS = (
     "_get_checkpoint_format",
     "set_loaded_iteration",
     "FileSystemReader",
+    "get_checkpoint_name",
+    "mpu",
 )
 _OF_QUEUES = ("_async_calls_queue", "_get_async_calls_queue", "init_persistent_async_worker")
 
