@@ -103,6 +103,11 @@ PATCH_POINTS = (
         parameters=("extra_args_provider", "ignore_unknown_args"),
     ),
     _patch_point(
+        "megatron.training.initialize:_set_random_seed",
+        wrapper="random_seed:wrap_set_random_seed",
+        parameters=("seed_",),
+    ),
+    _patch_point(
         "megatron.training.datasets.data_samplers:MegatronPretrainingRandomSampler.__iter__",
         "megatron.legacy.data.data_samplers:MegatronPretrainingRandomSampler.__iter__",  # up to 0.15; the same there
         wrapper="cyclic_sampler:wrap_iter",
