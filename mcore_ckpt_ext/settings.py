@@ -16,6 +16,8 @@ CONTINUE = "continue"
 WARN = "warn"
 # What a resume does if the data does not go on in the same order; also the values of `--ckpt-ext-data-order`.
 REQUIRED = "required"
+# Where random states begin that the checkpoint lacks; also the values of `--ckpt-ext-random-states`.
+OF_ITERATION = "iteration"
 # Which loader reads tensors; also the values of `--ckpt-ext-load`.
 AUTO = "auto"
 STOCK = "stock"
@@ -176,6 +178,14 @@ DATA_ORDER = Setting(
     _word(WARN, REQUIRED),
     argument="ckpt_ext_data_order",
 )
+RANDOM_STATES = Setting(
+    "MCORE_CKPT_EXT_RANDOM_STATES",
+    "where random states begin if tensor or pipeline parallel size has changed; iteration: at a seed that depends on "
+    "the iteration, stock: at --seed, as in Megatron",
+    OF_ITERATION,
+    _word(OF_ITERATION, STOCK),
+    argument="ckpt_ext_random_states",
+)
 LOAD = Setting(
     "MCORE_CKPT_EXT_LOAD",
     "which loader reads torch_dist checkpoints; fast: this package, stock: Megatron, auto: this package if the layout "
@@ -247,6 +257,7 @@ SETTINGS = (
     ON_SAVE_FAILURE,
     FALLBACK,
     DATA_ORDER,
+    RANDOM_STATES,
     LOAD,
     READ_ONCE,
     FROM_HF,

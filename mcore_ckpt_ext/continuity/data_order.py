@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from mcore_ckpt_ext.continuity.batch_sizes import BatchSize, indivisible_sizes
 from mcore_ckpt_ext.continuity.cyclic import HISTORY, ReadingLayout, as_argument, history_of
+from mcore_ckpt_ext.continuity.energon import loader_changes, redistribution
+from mcore_ckpt_ext.continuity.order_change import CHANGES, EACH_ONCE, SAME_ORDER, UNKNOWN, OrderChange
 from mcore_ckpt_ext.errors import shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
-SAME_ORDER: Final = "same order"
-CHANGES: Final = "changes"
-UNKNOWN: Final = "unknown"
 SINGLE = "single"
 CYCLIC = "cyclic"
 EXTERNAL = "external"
@@ -66,30 +65,11 @@ DETERMINANTS = (
 
 
 @dataclass(frozen=True)
-class OrderChange:
-    """A reason why the order of the samples changes, or why that is not known.
-
-    Attributes:
-        what: what differs, in words, with the old and the new value.
-        why: its effect.
-        source: where that was read; empty if it is no rule of Megatron.
-        hint: what keeps the order; empty if nothing differs that could be kept.
-        verdict: the verdict because of it alone: `changes` or `unknown`.
-    """
-
-    what: str
-    why: str
-    source: str = ""
-    hint: str = ""
-    verdict: str = CHANGES
-
-
-@dataclass(frozen=True)
 class DataOrder:
     """The account of a job that reads on where the last one stopped: in the same order, or not.
 
     Attributes:
-        verdict: `same order`, `changes` or `unknown`.
+        verdict: `same order`, `each sample once` (in other batches), `changes` or `unknown`.
         sample: the number of samples that were consumed; None if it is unknown.
         changes: why it is not the same order.
         note: how it goes on, where this package has to see to that; empty otherwise.
@@ -110,8 +90,8 @@ class DataOrder:
 
     @property
     def goes_on(self) -> bool:
-        """True if the order is the same, and no batch size to come stops the training."""
-        return self.verdict == SAME_ORDER and not self.indivisible
+        """True if each sample is read once, and no batch size to come stops the training."""
+        return self.verdict in (SAME_ORDER, EACH_ONCE) and not self.indivisible
 
     @property
     def is_remarkable(self) -> bool:
@@ -122,8 +102,8 @@ class DataOrder:
     def sentence(self) -> str:
         """The account in one line."""
         place = "an unknown sample" if self.sample is None else f"sample {self.sample:,}"
-        if self.verdict == SAME_ORDER:
-            text = f"data: goes on at {place}, same order{f'; {self.note}' if self.note else ''}"
+        if self.verdict in (SAME_ORDER, EACH_ONCE):
+            text = f"data: goes on at {place}, {self.verdict}{f'; {self.note}' if self.note else ''}"
         else:
             reasons = "; ".join(f"{change.what}: {change.why}" for change in self.changes)
             begin = "another order" if self.verdict == CHANGES else "not known whether in the same order"
@@ -151,18 +131,19 @@ def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
     """
     changes = tuple(_changes(written, running))
     verdicts = {change.verdict for change in changes}
-    verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else SAME_ORDER
+    note = "" if verdicts else _note(written, running)
+    is_recut = bool(note) and has_saved_loader(running)
+    verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else EACH_ONCE if is_recut else SAME_ORDER
     sample = _consumed(written)
     layouts = ReadingLayout.of(written), ReadingLayout.of(running)
     is_moved = None not in layouts and len({one.reads for one in layouts if one is not None}) > 1
-    note = _note(written, running) if verdict == SAME_ORDER and _loader(running) == CYCLIC else ""
     return DataOrder(
         verdict=verdict,
         sample=sample,
         changes=changes,
         note=note,
-        read_again=0 if verdict == SAME_ORDER else None,
-        never_read=0 if verdict == SAME_ORDER else None,
+        read_again=None if changes else 0,
+        never_read=None if changes else 0,
         indivisible=tuple(indivisible_sizes(running, sample or 0)),
         is_changed=is_moved or any(change.hint for change in changes),
     )
@@ -312,31 +293,28 @@ def _of_number(written: JobArguments, running: JobArguments) -> Iterator[OrderCh
         )  # fmt: skip
 
 
+def has_saved_loader(job: JobArguments) -> bool:
+    """Return True if a job saves the states of a data loader of its own, as scripts with Energon do."""
+    return _loader(job) == EXTERNAL and bool(job.dataloader_save)
+
+
 def _of_external(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield all that is known of a loader of one's own, whose states are those of data-parallel ranks."""
-    if not (written.dataloader_save or running.dataloader_save):
-        yield OrderChange(
-            "--dataloader-type external", "the loader is the script's own, and its order is not recorded",
-            "megatron/training/datasets/data_samplers.py, `build_pretraining_data_loader`", verdict=UNKNOWN,
-        )  # fmt: skip
+    if has_saved_loader(written) and has_saved_loader(running):
+        yield from loader_changes(written, running)
         return
-    if written.data_parallel_size != running.data_parallel_size:
-        yield OrderChange(
-            f"--dataloader-save with DP{written.data_parallel_size}, now DP{running.data_parallel_size}",
-            "each data-parallel rank has a state of its own: those of missing ranks are dropped, and new ranks begin "
-            "anew",
-            "megatron/training/checkpointing.py, `maybe_save_dataloader_state`", _keep(written),
-        )  # fmt: skip
-    if written.num_workers != running.num_workers:
-        yield OrderChange(
-            f"--num-workers was {_text(written.num_workers)}, is {_text(running.num_workers)}",
-            "each worker of a rank has a state of its own",
-            "megatron/energon/savable_loader.py of megatron-energon", f"--num-workers {written.num_workers}",
-        )  # fmt: skip
+    yield OrderChange(
+        "--dataloader-type external", "the loader is the script's own, and its order is not recorded",
+        "megatron/training/datasets/data_samplers.py, `build_pretraining_data_loader`", verdict=UNKNOWN,
+    )  # fmt: skip
 
 
 def _note(written: JobArguments, running: JobArguments) -> str:
-    """Return how `cyclic` goes on under another layout."""
+    """Return how `cyclic`, or a saved loader, goes on under another layout; empty if it is as before."""
+    if has_saved_loader(running):
+        return redistribution(written, running)
+    if _loader(running) != CYCLIC:
+        return ""
     history: Sequence[ReadingLayout] = history_of(written, running)
     if len(history) < 2:
         return ""

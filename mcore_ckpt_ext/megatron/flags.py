@@ -42,7 +42,9 @@ from mcore_ckpt_ext.settings import (
     LAYOUT,
     LOAD,
     OF_FLAGS,
+    OF_ITERATION,
     ON_SAVE_FAILURE,
+    RANDOM_STATES,
     READ_ONCE,
     REQUIRED,
     STOCK,
@@ -148,6 +150,13 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             choices=[WARN, REQUIRED],
             help="What to do if the data does not go on where the checkpoint's job stopped, in the same order, or that "
             f"is unknown: log a line, or refuse to resume (default: {DATA_ORDER.name}, or {DATA_ORDER.default}).",
+        )
+        group.add_argument(
+            RANDOM_STATES.flag,
+            choices=[OF_ITERATION, STOCK],
+            help="Where random states begin if tensor or pipeline parallel size has changed: at a seed that depends on "
+            f"the iteration, or at --seed, as in Megatron (stock; default: {RANDOM_STATES.name}, or "
+            f"{RANDOM_STATES.default}).",
         )
         group.add_argument(
             LOAD.flag,

@@ -22,6 +22,7 @@ from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.cyclic_sampler import keep_history
+from mcore_ckpt_ext.megatron.energon_states import provide_states
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.fsdp_load import (
     advise_torch_fsdp,
@@ -49,6 +50,7 @@ from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initia
 from mcore_ckpt_ext.megatron.probe import (
     resuming_from_complete,
 )
+from mcore_ckpt_ext.megatron.random_seed import seed_again
 from mcore_ckpt_ext.megatron.random_states import may_differ
 from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
 from mcore_ckpt_ext.megatron.running_version import megatron_version
@@ -142,9 +144,22 @@ class _Load:
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
             proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), weaker)
         self._account_data()
+        seeded = "" if self._summarized else self._seed_again(result)
         if self._read_lines:
-            announce(f"{LOAD.flag}: {self._read_lines[-1]}{f'; {PROVEN}' if proven else ''}")
+            announce(f"{LOAD.flag}: {self._read_lines[-1]}{f'; {PROVEN}' if proven else ''}{seeded}")
+        elif seeded:
+            announce(seeded.removeprefix("; "))
         return result
+
+    def _seed_again(self, result: Any) -> str:
+        """Seed random states that the checkpoint lacks.
+
+        Returns:
+            What the summary says of it, after a semicolon; empty if nothing was seeded.
+        """
+        if not self._load.changes_grid or not seed_again(self._arguments, iteration := result[0]):
+            return ""
+        return f"; {_ANEW} from --seed and iteration {iteration}"
 
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
@@ -160,6 +175,8 @@ class _Load:
         """Let the data go on in its order, and log where it does not, unless the summary has."""
         data = self._load.data
         keep_history(self._load.data_layouts, self._arguments)
+        if self._load.loader_states is not None:
+            provide_states(self._scope, self._arguments, self._load.loader_states)
         if data is not None and data.is_remarkable and not self._summarized:
             announce(data.sentence)
 
@@ -267,7 +284,8 @@ class _Load:
         if self._load.scheduler is not None:
             self._load_schedule(load.schedule, follows_samples=load.options.own_bounds)
         grown = f"; {kept_message(load.tokens)}, with moments of zero" if load.tokens else ""
-        fresh = f"; {_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else ""
+        seeded = self._seed_again(rank.result)
+        fresh = seeded or (f"; {_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else "")
         data = f"; {load.data.sentence}" if load.data is not None else ""
         self._summarized = True
         announce(f"{rank.summary}{grown}{fresh}{data}{self._mathematics()}")

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order, followed_history
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.megatron.energon_states import SavedStates, with_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
@@ -18,6 +19,7 @@ from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens, refusal, zeros_message
 from mcore_ckpt_ext.megatron.probe import LoadProbe, check_complete, probe_checkpoint
+from mcore_ckpt_ext.megatron.random_seed import has_other_grid
 from mcore_ckpt_ext.megatron.shared_index import shared_with
 from mcore_ckpt_ext.megatron.stored_progress import check_progress
 from mcore_ckpt_ext.patching.log import announce
@@ -41,6 +43,8 @@ class MegatronLoad(Resume):
         is_presented: True if this package has to present the checkpoint to Megatron.
         data: whether the data goes on in the same order; None if no job has read data before.
         data_layouts: the layouts that have read the data, if their order has to be followed.
+        changes_grid: True if tensor or pipeline parallel size has changed, so that no rank finds its random state.
+        loader_states: the states with which the data loader of a script goes on; None if it has none.
         is_local: True if the load takes a local non-persistent checkpoint, which only stock Megatron loads.
         assessment: who loads the optimizer, and why; None before it is decided, and if there is none.
     """
@@ -56,6 +60,8 @@ class MegatronLoad(Resume):
     is_presented: bool = field(default=False, init=False)
     data: DataOrder | None = field(default=None, init=False)
     data_layouts: Sequence[ReadingLayout] = field(default=(), init=False)
+    changes_grid: bool = field(default=False, init=False)
+    loader_states: SavedStates | None = field(default=None, init=False)
     is_local: bool = field(default=False, init=False)
     assessment: LoadAssessment | None = field(default=None, init=False)
 
@@ -109,7 +115,10 @@ def _goes_on_reading(load: MegatronLoad) -> bool:
     return bool(load.running.raw) and not getattr(load.arguments, "finetune", False)
 
 
-def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout]] | None:
+_Account = tuple[DataOrder, SavedStates | None, Sequence[ReadingLayout], bool]
+
+
+def _account_data(load: MegatronLoad) -> _Account | None:
     """Return whether the data goes on in the same order; None if no job has read any.
 
     Raises:
@@ -122,7 +131,7 @@ def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout
         written = session.checkpoint.arguments
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
-    order = data_order(written, load.running)
+    order, states = with_states(data_order(written, load.running), written, load.running, session.folder.name)
     if not order.goes_on and DATA_ORDER.chosen(load.arguments) == REQUIRED:
         raise ModelMismatchError(
             "the data does not go on in the same order, or that is unknown",
@@ -131,14 +140,12 @@ def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout
             where=str(session.folder),
             hint=order.hint or None,
         )
-    return order, followed_history(written, load.running)
+    return order, states, followed_history(written, load.running), has_other_grid(written, load.running)
 
 
-def _take_data(
-    load: MegatronLoad, ranks: Any, accounts: Sequence[tuple[DataOrder, Sequence[ReadingLayout]] | None]
-) -> None:
+def _take_data(load: MegatronLoad, ranks: Any, accounts: Sequence[_Account | None]) -> None:
     if accounts[0] is not None:
-        load.data, load.data_layouts = accounts[0]
+        load.data, load.loader_states, load.data_layouts, load.changes_grid = accounts[0]
 
 
 def _check_tokens_of_open(load: MegatronLoad) -> None:

@@ -25,6 +25,8 @@ _OF_LOADS = (
     "_get_checkpoint_format",
     "set_loaded_iteration",
     "FileSystemReader",
+    "get_checkpoint_name",
+    "mpu",
 )
 _OF_QUEUES = ("_async_calls_queue", "_get_async_calls_queue", "init_persistent_async_worker")
 
@@ -99,6 +101,11 @@ PATCH_POINTS = (
         "megatron.training.arguments:parse_args",
         wrapper="flags:wrap_parse_args",
         parameters=("extra_args_provider", "ignore_unknown_args"),
+    ),
+    _patch_point(
+        "megatron.training.initialize:_set_random_seed",
+        wrapper="random_seed:wrap_set_random_seed",
+        parameters=("seed_",),
     ),
     _patch_point(
         "megatron.training.datasets.data_samplers:MegatronPretrainingRandomSampler.__iter__",

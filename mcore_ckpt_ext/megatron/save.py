@@ -20,6 +20,7 @@ from typing import Any
 
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.megatron.api import recorder
+from mcore_ckpt_ext.megatron.energon_states import restore_argument
 from mcore_ckpt_ext.megatron.huggingface_export import Exports
 from mcore_ckpt_ext.megatron.run_folder import trains_nothing
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
@@ -44,6 +45,7 @@ def wrap_save_checkpoint(original: Function) -> Function:
 
     @functools.wraps(original)
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
+        restore_argument(scope["get_args"]())
         call = inspect.signature(original).bind(*positional, **keywords)
         call.apply_defaults()
         if not _is_served(scope, call.arguments):

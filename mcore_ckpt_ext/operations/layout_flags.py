@@ -99,7 +99,7 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
     if job.rampup_batch_size:
         notes.append("the batch size ramps up: see that every step of the ramp is a multiple of micro batch x DP")
     if not keeps_random_state:
-        notes.append("random states are reinitialized, as in stock Megatron on a changed layout")
+        notes.append("random states are reinitialized, from --seed and the iteration")
     if choice.has_sequence_parallelism and not job.raw.get("sequence_parallel"):
         notes.append("--sequence-parallel is needed to train experts under tensor parallelism")
     return notes

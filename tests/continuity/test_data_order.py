@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt_ext.continuity.data_order import CHANGES, DETERMINANTS, SAME_ORDER, UNKNOWN, data_order
+from mcore_ckpt_ext.continuity.data_order import DETERMINANTS, data_order
+from mcore_ckpt_ext.continuity.order_change import CHANGES, SAME_ORDER, UNKNOWN
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
@@ -70,12 +71,6 @@ def test_loaders_of_ones_own() -> None:
     unknown = _account({}, dataloader_type="external")
     assert (unknown.verdict, unknown.is_remarkable) == (UNKNOWN, False)
     assert _account({"data_parallel_size": 4}, dataloader_type="external").is_remarkable
-    energon = {"dataloader_type": "external", "dataloader_save": "state"}
-    assert _account({"seq_length": 8192}, **energon).goes_on, "Energon has no samples of one length"
-    dropped = _account({"data_parallel_size": 4}, **energon)
-    assert dropped.verdict == CHANGES
-    assert "DP8, now DP4" in dropped.sentence
-    assert _account({"num_workers": 4}, **energon).verdict == CHANGES
 
 
 def test_a_checkpoint_that_does_not_describe_its_data_is_unknown() -> None:

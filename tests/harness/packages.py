@@ -16,6 +16,14 @@ from megatron_on_cpu.engine_kernels import FOLDER_VARIABLE
 ENGINE_VARIABLE = "TE_PATH"
 PEFT, ACCELERATE = "0.21.2", "1.15.0"
 _ENGINE_VERSION = "2.20.2"
+_ENERGON_VERSION = "7.4.1"
+# All that an import of Energon needs and that the tests' environment lacks, as of November 2026.
+_BESIDE_ENERGON = (
+    "braceexpand==0.1.7", "bracex==3.2.3", "deprecation==2.1.0", "filetype==1.2.0", "jsonschema==4.26.0",
+    "jsonschema-specifications==2025.9.1", "lark==1.3.1", "mfusepy==3.1.1", "multi-storage-client==1.3.1",
+    "opentelemetry-api==1.45.2", "rapidyaml==0.15.2", "referencing==0.37.0", "rpds-py==2026.9.1", "wcmatch==12.0.1",
+    "webdataset==1.0.2", "xattr==1.3.0",
+)  # fmt: skip
 _TIME_LIMIT = 600
 
 
@@ -34,6 +42,11 @@ def installed_beside(package: str, version: str, *options: str) -> Path:
                 raise
             shutil.rmtree(partial)
     return folder
+
+
+def energon() -> Path:
+    """Return a folder with megatron-energon and all that it imports."""
+    return installed_beside("megatron-energon", _ENERGON_VERSION, "--only-binary=:all:", *_BESIDE_ENERGON)
 
 
 @cache
