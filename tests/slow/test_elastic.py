@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.elastic import Scenario, elastic_arguments
+from megatron_on_cpu.elastic_jobs import Scenario
+
+from tests.harness.elastic import elastic_arguments
 from tests.harness.jobs import assert_same_optimizer
 
 
