@@ -107,13 +107,17 @@ def test_gpus_with_which_no_layout_keeps_the_batch_wait(tmp_path: Path) -> None:
 
 
 def test_every_rank_ends_with_the_reason_if_no_layout_keeps_the_training(tmp_path: Path) -> None:
-    """Context parallelism of 4 is kept, and there are two ranks. torchrun prints the reason at its end."""
+    """Context parallelism of 4 is kept, and there are two ranks. torchrun prints the reason at its end.
+
+    The workers are new processes: torch itself writes down what ends a worker that it has forked.
+    """
     ended = Scenario(
         tmp_path,
         elastic_arguments(tmp_path, 1, 1, more=["--context-parallel-size", "4"]),
         ranks=1,
         nodes="2:2",
         max_restarts=0,
+        forks=False,
     ).run()
     assert ended.codes == {"0": 1, "1": 1}
     for agent in ("0", "1"):
