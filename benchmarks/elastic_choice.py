@@ -21,6 +21,9 @@ from planning import chosen_cases, made_folder, parsed_cases
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.operations.elastic_layout import choose_for
 from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
+from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.versions import Version
 
 GOAL_SECONDS = 1.0
@@ -31,9 +34,10 @@ BATCH = {"global_batch_size": 2048, "micro_batch_size": 1, "seq_length": 8192}
 def choose_once(folder: Path, ranks: int) -> dict[str, object]:
     """Choose for one node less, and return the durations."""
     begun, busy = time.monotonic(), time.process_time()
-    iteration_health_of(folder)
+    index = FolderIndex(iteration_folder(folder))
+    iteration_health_of(folder, index=index)
     looked = time.process_time() - busy
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(index.folder, index=index)
     opened = time.process_time() - busy
     chosen = choose_for(
         checkpoint, ranks - GPUS_PER_NODE, arguments=BATCH, gpus_per_node=GPUS_PER_NODE, gpu_memory=None,
@@ -49,7 +53,8 @@ def main() -> None:
     """Make the checkpoints, and measure in turn."""
     options = parsed_cases(__doc__)
     if options.once:
-        print(json.dumps(choose_once(options.folder, options.ranks[0])))
+        with collector_paused():  # as in a job
+            print(json.dumps(choose_once(options.folder, options.ranks[0])))
         return
     print(f"goal: {GOAL_SECONDS} s of the processor")
     for name, ranks in chosen_cases(options):

@@ -1,9 +1,10 @@
 """Demonstrates how genuine Megatron-LM resumes its checkpoint under other layouts, on CPU ranks.
 
-    python3 scripts/demo.py [FOLDER] [--megatron CHECKOUT]
+    python3 scripts/demo.py [FOLDER] [--megatron CHECKOUT] [--elastic]
 
 It creates an environment in `.venv` (about two minutes and 5 GB on a new machine), and writes results to FOLDER
-(default: `demo`). With --megatron, it runs the `pretrain_gpt.py` of your checkout instead of the release on PyPI.
+(default: `demo`). With --megatron, it runs the `pretrain_gpt.py` of your checkout instead of the release on PyPI. With
+--elastic, it trains through the death of a node and its return instead.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("demo"), help="for the results (default: demo)")
     parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="a checkout of Megatron-LM, 0.16 or later")
+    parser.add_argument(
+        "--elastic", action="store_true", help="train through the death of a node and its return instead"
+    )
     arguments = parser.parse_args()
     if arguments.megatron is not None:
         missing = [name for name in _NEEDED if not (arguments.megatron / name).is_file()]
         if missing:
             parser.error(f"{arguments.megatron} is no checkout of Megatron-LM: it has no {' and no '.join(missing)}")
-    print("[1/6] installing torch and megatron-core from PyPI into .venv (about two minutes on a fresh machine) ...")
-    sys.stdout.flush()
+    parts, program = (3, "elastic_demonstration.py") if arguments.elastic else (6, "resume_demonstration.py")
+    print(f"[1/{parts}] installing torch and megatron-core from PyPI into .venv ", end="")
+    print("(about two minutes on a fresh machine) ...", flush=True)
     started = time.monotonic()
     log = REPOSITORY / ".venv-install.log"
     try:
@@ -42,7 +47,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"      done in {time.monotonic() - started:.0f} s", flush=True)
-    command = [python, REPOSITORY / "scripts" / "resume_demonstration.py", arguments.folder.resolve()]
+    command = [python, REPOSITORY / "scripts" / program, arguments.folder.resolve()]
     if arguments.megatron is not None:
         command.append(arguments.megatron.resolve())
     return subprocess.run(command, check=False).returncode

@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     gc.set_threshold(_CREATED_BEFORE_COLLECTION)
-    _import_megatron(options.megatron)
+    import_megatron(options.megatron)
     prepare_to_fork()
     with socket.socket(fileno=options.socket) as orders:
         orders.sendall(READY)
@@ -109,7 +109,7 @@ def _run_job(order: dict[str, Any], output: int) -> int:
     return code
 
 
-def _import_megatron(checkout: Path | None) -> None:
+def import_megatron(checkout: Path | None) -> None:
     """Import all slow modules, redirected to the CPU, before forking."""
     torch.set_num_threads(1)
     redirect.install()

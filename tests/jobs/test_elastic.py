@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from megatron_on_cpu.elastic_jobs import Ended, Scenario
 
 from mcore_ckpt_ext import verify
-from tests.harness.elastic import Ended, Scenario, elastic_arguments
+from tests.harness.elastic import elastic_arguments
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer, copy_of, resume
 from tests.harness.layouts import Layout
 
@@ -70,7 +71,7 @@ def test_a_save_in_flight_when_a_node_dies_leaves_nothing_behind(tmp_path: Path)
         ranks=1,
         gates=[5],
         steps=[("at gate 5", "SIGKILL", 1), ("agent 1 ended", "open", 5)],
-        environment={"TEST_TROUBLE": str(held).replace("'", '"')},
+        environment={"TEST_RANK_SCRIPTS": str(RANK_SCRIPTS), "TEST_TROUBLE": str(held).replace("'", '"')},
         plugins=[RANK_SCRIPTS / "trouble.py"],
     ).run()
     assert ended.codes == {"0": 0, "1": -9}

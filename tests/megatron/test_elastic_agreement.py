@@ -116,7 +116,8 @@ def test_a_refusal_is_what_torchrun_prints(tmp_path: Path, monkeypatch: pytest.M
 
 TORCHRUN = ["python", "torchrun", "--nnodes=6:8", "--rdzv-backend=c10d", "--rdzv-endpoint", "launcher:29400"]
 WORKER = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_MAX_RESTARTS": "20", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-HANDLED = SimpleNamespace(exit_signal_handler=True)
+SAVING = {"save": "run", "load": "run/", "save_interval": 100}
+HANDLED = SimpleNamespace(exit_signal_handler=True, **SAVING)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,11 @@ HANDLED = SimpleNamespace(exit_signal_handler=True)
         ({**WORKER, "TORCHELASTIC_MAX_RESTARTS": "0"}, [], HANDLED, ["--max-restarts 0"]),
         ({**WORKER, "TORCHELASTIC_USE_AGENT_STORE": "True"}, [], HANDLED, ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]),
         (WORKER, ["torchrun", "--nnodes", "8", "--rdzv-backend", "etcd-v2"], HANDLED, ["--nnodes 8"]),
-        (WORKER, [], SimpleNamespace(), ["--exit-signal-handler"]),
+        (WORKER, [], SimpleNamespace(**SAVING), ["--exit-signal-handler"]),
+        (WORKER, [], SimpleNamespace(exit_signal_handler=True, load="run"), ["without --save"]),
+        (WORKER, [], SimpleNamespace(**vars(HANDLED) | {"save_interval": None}), ["--save-interval"]),
+        (WORKER, [], SimpleNamespace(**vars(HANDLED) | {"load": "other"}), ["from other"]),
+        (WORKER, [], SimpleNamespace(**vars(HANDLED) | {"load": None}), ["from the beginning"]),
         ({}, [], HANDLED, ["torchrun did not start this job"]),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 _LAUNCHER = re.compile(r"(^|/|\.)(torchrun|torch\.distributed\.run|ft_launcher)$")
 _STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -38,6 +39,12 @@ def hazards(environment: Mapping[str, str], agent: Sequence[str], arguments: obj
             "the rendezvous may be hosted by a node that trains, whose death ends the job: host it elsewhere "
             "(docs: Elastic jobs), and pass --rdzv-conf is_host=0"
         )
+    save, load = (getattr(arguments, name, None) for name in ("save", "load"))
+    if save is None or not getattr(arguments, "save_interval", None):
+        yield "without --save and --save-interval, the job begins again when a node dies"
+    elif load is None or Path(load) != Path(save):
+        origin = load or "the beginning"
+        yield f"--load is not --save: after a death the job goes on from {origin}, not from what it saved"
     if not getattr(arguments, "exit_signal_handler", False):
         yield "without --exit-signal-handler, a node that returns costs the steps since the last save"
 

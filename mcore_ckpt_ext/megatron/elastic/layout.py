@@ -31,6 +31,8 @@ from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import AUTO_BATCH, FALLBACK, LAYOUT, OF_FLAGS
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_name
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
+from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
 # What the flags of a job decide even where they are not given: otherwise it would be the checkpoint's.
 _OF_FLAGS = (
@@ -74,7 +76,8 @@ def apply_layout(arguments: Any) -> None:
 
     def decide() -> str:
         try:
-            chosen = _chosen(arguments, ranks, may_change_batch=mode == AUTO_BATCH)
+            with collector_paused():
+                chosen = _chosen(arguments, ranks, may_change_batch=mode == AUTO_BATCH)
         except CheckpointError as error:
             refusals.append(error)
             return json.dumps({"refusal": str(error)})
@@ -134,8 +137,8 @@ def _chosen(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayo
     for name in ("rank", "local_rank", "world_size"):
         flags.pop(name, None)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
-    folder = _newest(arguments)
-    checkpoint = None if folder is None else open_checkpoint(folder)
+    index = _newest(arguments)
+    checkpoint = None if index is None else open_checkpoint(index.folder, index=index)
     return choose_for(
         checkpoint,
         ranks,
@@ -147,8 +150,8 @@ def _chosen(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayo
     )
 
 
-def _newest(arguments: Any) -> Path | None:
-    """Return the iteration folder that the job will resume; None if it starts from the beginning.
+def _newest(arguments: Any) -> FolderIndex | None:
+    """Return the index of the iteration that the job will resume; None if it starts from the beginning.
 
     Raises:
         ResumeRefusedError: it is not complete, and no other one may be taken.
@@ -157,9 +160,10 @@ def _newest(arguments: Any) -> Path | None:
     if folder is None or "://" in str(arguments.load):
         return None
     run = Path(str(arguments.load))
-    health = iteration_health_of(run, getattr(arguments, "ckpt_step", None) or None)
+    index = FolderIndex(folder)
+    health = iteration_health_of(run, getattr(arguments, "ckpt_step", None) or None, index)
     if health is None or not health.problems:
-        return folder
+        return index
     if health.newest_complete is None:
         raise ResumeRefusedError(
             "no checkpoint of this run is complete",
@@ -169,7 +173,7 @@ def _newest(arguments: Any) -> Path | None:
         )
     if not FALLBACK.chosen(arguments):
         check_complete(health, str(run))
-    return run / iteration_name(health.newest_complete)
+    return FolderIndex(run / iteration_name(health.newest_complete))
 
 
 def _take(decision: Mapping[str, Any], arguments: Any, rank: int, ranks: int, agreement: Agreement) -> None:

@@ -1,31 +1,30 @@
-"""Program: torchrun's agents on one machine; they fork their workers, since imports take longer than a job.
+"""Program: torchrun's agents on one machine.
 
-The argument is a file with JSON: see `tests.harness.elastic.Scenario`. The rendezvous' store is in this process, as on
-the node of a launcher. Each agent is what `torchrun` runs (`elastic_launch`); its workers run the script as `__main__`.
+The argument is a file with JSON: see `elastic_jobs.Scenario`. The rendezvous' store is in this process, as on the node
+of a launcher. Each agent is what `torchrun` runs (`elastic_launch`); its workers run the script as `__main__`. They are
+forked, since imports take longer than a toy job, or new processes.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import logging
 import os
 import re
-import runpy
 import selectors
 import signal
 import socket
 import sys
 import time
-from multiprocessing.util import _run_finalizers  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron_on_cpu import dump_optimizer, record_losses
-from megatron_on_cpu.process import die_with_parent
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megatron_on_cpu.elastic_worker import work
+from megatron_on_cpu.process import die_with_parent
 
 # An agent counts as dead after this many seconds without a sign of life: more on a machine whose processes wait.
 _SECONDS_TO_DEATH = 3 + round(os.getloadavg()[0])
@@ -34,60 +33,6 @@ RENDEZVOUS = {
     "last_call_timeout": _SECONDS_TO_DEATH // 2,
     "join_timeout": 300,
 }  # fmt: skip
-
-
-def work(order: dict[str, Any]) -> None:
-    """Be one worker: train."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    folder = Path(order["folder"])
-    start = os.environ["MASTER_PORT"]
-    if os.environ["RANK"] == "0":
-        with (folder / "starts").open("a") as starts:
-            starts.write(f"{start}\n")
-    os.environ.update(
-        GLOO_SOCKET_IFNAME="lo",
-        MEGATRON_ON_CPU_LOSSES=str(folder / f"losses-{start}.json"),
-        MEGATRON_ON_CPU_DUMP=str(folder / f"dump-{start}"),
-    )
-    record_losses.install()
-    dump_optimizer.install()
-    stop_at_gates(order["gates"], folder)
-    for plugin in order["plugins"]:
-        runpy.run_path(plugin)
-    sys.path.insert(0, str(Path(order["script"]).parent))
-    sys.argv = [order["script"], *order["arguments"]]
-    try:
-        runpy.run_path(order["script"], run_name="__main__")
-    finally:
-        # torch keeps a worker that has returned until all of its agent have, which a process of its own does not.
-        _run_finalizers()
-
-
-def stop_at_gates(gates: list[int], folder: Path) -> None:
-    """Let training stop after some iterations until their gates are open, or a signal has arrived."""
-    training: Any = sys.modules["megatron.training.training"]
-    original = training.training_log
-
-    @functools.wraps(original)
-    def log_and_stop(*positional: Any, **keywords: Any) -> Any:
-        iteration = training.get_args().curr_iteration + 1
-        result = original(*positional, **keywords)
-        gate = folder / f"gate-{iteration}"
-        if iteration in gates and not gate.exists():
-            if os.environ["RANK"] == "0":
-                print(f"at gate {iteration}", flush=True)
-            while not gate.exists() and not has_signal():
-                time.sleep(0.02)
-        return result
-
-    def has_signal() -> bool:
-        if not training.get_args().exit_signal_handler:
-            return False
-        return bool(training.get_signal_handler()._signal_received)
-
-    training.training_log = log_and_stop
 
 
 class Agents:
@@ -99,6 +44,7 @@ class Agents:
         self._lines: dict[int, bytes] = {}
         self._seen: list[str] = []
         self._next = 0
+        self._timeline = (Path(order["folder"]) / "timeline").open("w")
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
 
@@ -123,14 +69,21 @@ class Agents:
         least, _, most = order["nodes"].partition(":")
         config = LaunchConfig(
             min_nodes=int(least), max_nodes=int(most or least), nproc_per_node=order["ranks"], run_id=order["name"],
-            rdzv_backend="c10d", rdzv_endpoint=self._endpoint, rdzv_configs=dict(RENDEZVOUS), monitor_interval=0.05,
+            rdzv_backend="c10d", rdzv_endpoint=self._endpoint, rdzv_configs={**RENDEZVOUS, **order["rendezvous"]},
+            monitor_interval=0.05,
             max_restarts=order["max_restarts"], start_method="fork", local_addr="127.0.0.1",
         )  # fmt: skip
         # The name of the caller, for events, takes seconds where as many modules are imported as here.
         dynamic_rendezvous.get_method_name = lambda *_: "method"
+        api = logging.getLogger("torch.distributed.elastic.agent.server.api")
+        api.addHandler(logging.StreamHandler())
+        api.setLevel(logging.INFO)
         try:
-            elastic_launch(config, work)(order)
-        except BaseException as error:
+            if order["forks"]:
+                elastic_launch(config, work)(order)
+            else:
+                elastic_launch(config, sys.executable)("-P", "-m", "megatron_on_cpu.elastic_worker", sys.argv[1])
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the agent has ended and says so
             print(f"agent ends: {type(error).__name__}: {error}", flush=True)
             return 1
         return 0
@@ -167,16 +120,19 @@ class Agents:
                 self._selector.unregister(key.fd)
             *lines, self._lines[key.data] = (self._lines[key.data] + text).split(b"\n")
             for line in lines:
-                self._print(f"[agent {key.data}] {line.decode(errors='replace')}")
+                self.print(f"[agent {key.data}] {line.decode(errors='replace')}")
         for number, pid in list(self.pids.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self.pids[number]
                 self.codes[number] = os.waitstatus_to_exitcode(status)
-                self._print(f"[agents] agent {number} ended with {self.codes[number]}")
+                self.print(f"[agents] agent {number} ended with {self.codes[number]}")
 
-    def _print(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """Print a line, and write it down with the time."""
         self._seen.append(line)
+        self._timeline.write(f"{time.time():.4f} {line}\n")
+        self._timeline.flush()
         print(line, flush=True)
 
 
@@ -208,7 +164,7 @@ def main() -> None:
         agents.start(number)
     for pattern, action, *details in order["steps"]:
         agents.wait_for(pattern)
-        print(f"[agents] {action} {' '.join(map(str, details))}", flush=True)
+        agents.print(f"[agents] {action} {' '.join(map(str, details))}")
         if action == "open":
             (Path(order["folder"]) / f"gate-{details[0]}").touch()
         elif action == "start":
