@@ -241,9 +241,9 @@ def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tupl
 
 
 def by_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, list[int]]]:
-    """Return one of the layouts that differ in virtual stages alone, with the other numbers that are as acceptable.
+    """Return one of those layouts that differ in virtual stages alone, with the other numbers.
 
-    Others of them, which do not fit or change the batch, are left out.
+    Numbers that are not as acceptable, because they do not fit or change the batch, are left out.
     """
     rows: dict[ParallelLayout, tuple[FoundLayout, list[int]]] = {}
     for one in found:

@@ -53,6 +53,17 @@ def test_experts_are_shared_by_a_node() -> None:
     assert place(layouts, expert=16) < divided
 
 
+def test_what_counts_as_model_parallelism() -> None:
+    """EP counts by its doublings beyond a node, tensor parallelism of experts by all of them."""
+    pins = {"tensor": 2, "pipeline": 1, "context": 1}
+    costs = {
+        (one.choice.layout.expert, one.choice.layout.expert_tensor): guidance(one.choice, 4)[2]
+        for one in found_for(32, pins=pins, **EXPERTS).found
+    }
+    assert costs[4, 1] == 1 and costs[8, 1] == 2 and costs[16, 1] == 3
+    assert costs[2, 2] == 2 and costs[4, 2] == 3, "2 x 2 are in a node of four, 4 x 2 are not"
+
+
 def test_tensor_parallelism_stays_in_a_node() -> None:
     """More than the node has comes last, however little else divides the model."""
     found = found_for(16, num_attention_heads=16).found
