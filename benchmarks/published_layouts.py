@@ -9,6 +9,7 @@ optimizer; the search itself knows the model and the number of GPUs, not the lay
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -31,11 +32,11 @@ from mcore_ckpt_ext.layout_choice.model_table import (
     embedding_copies,
     place_after_layers,
 )
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, by_virtual_stages, search
+from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.anatomy import BLOCKS, in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
-from mcore_ckpt_ext.operations.layout_plan import recomputation_of
 from mcore_ckpt_ext.operations.parameter_table import state_bytes
 from mcore_ckpt_ext.versions import Version
 
@@ -56,7 +57,7 @@ class Result:
     """What a plan says about a row.
 
     Attributes:
-        rank: its place among all layouts of that number of GPUs; None if it is not listed.
+        rank: the line of a plan for that number of GPUs that names it; None if none does.
         memory: the estimate under the published layout; None if it is excluded.
         measured: bytes; None if no figure is published.
         kind: what that figure holds.
@@ -149,7 +150,7 @@ def result_of(row: Row, *, ranked: bool) -> Result:
     buffers = buffers_of(job, table, RELEASE)
     old = ParallelLayout.from_arguments(job)
     request = SearchRequest(
-        row["gpus"], 8, RELEASE, round(usable_memory(row)), recomputation=recomputation_of(job, None),
+        row["gpus"], node_of(row), RELEASE, round(usable_memory(row)), recomputation=recomputation_of(job, None),
         pins=layout_of(row),
     )  # fmt: skip
     pinned = search(job, table, old, request, buffers)
@@ -157,12 +158,28 @@ def result_of(row: Row, *, ranked: bool) -> Result:
     states = states_of(row)
     rank, listed = None, 0
     if ranked and pinned.found:
-        every = search(job, table, old, replace(request, pins={}), buffers).found
+        every = by_virtual_stages(search(job, table, old, replace(request, pins={}), buffers).found)
         listed = len(every)
-        rank = next((n for n, one in enumerate(every, 1) if sizes(one) == layout_of(row)), None)
+        rank = next((n for n, line in enumerate(every, 1) if is_named(layout_of(row), *line)), None)
     reason = next((reason for _, _, reason in pinned.nearest.values()), "")
     memory = pinned.found[0].memory if pinned.found else None
     return Result(row, reason if memory is None else "", memory, rank, listed, *figure, states)
+
+
+def is_named(published: dict[str, int], one: FoundLayout, virtual_stages: Sequence[int]) -> bool:
+    """Return whether a line of a plan names a layout."""
+    named = sizes(one)
+    return any(named | {"virtual_pipeline": size} == published for size in (named["virtual_pipeline"], *virtual_stages))
+
+
+def node_of(row: Row) -> int:
+    """Return the GPUs that NVLink connects: 72 in a rack of GB200 or GB300, otherwise those of a node."""
+    return min(row["gpus"], 72) if row["gpu"] in ("GB200", "GB300") else 8
+
+
+def is_held_out(row: Row) -> bool:
+    """Return whether a setup was not looked at while the order of layouts was made: half of them, by their names."""
+    return bool(hashlib.sha256(row["name"].encode()).digest()[-1] % 2)
 
 
 def sizes(one: FoundLayout) -> dict[str, int]:
@@ -204,7 +221,8 @@ def aggregates(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
     yield "working setups said to fit", _share([bool(one.fits) for one in complete])
     yield "out of memory, said not to fit", _share([not one.fits for one in runs_out])
     ranked = [one for one in complete if one.listed]
-    yield f"among the first {FIRST}", _share([one.rank is not None and one.rank <= FIRST for one in ranked])
+    for name, half in (("", ranked), (", held out", [one for one in ranked if is_held_out(one.row)])):
+        yield f"among the first {FIRST}{name}", _share([one.rank is not None and one.rank <= FIRST for one in half])
     ratios = [one.ratio for one in complete if one.ratio is not None]
     errors = [abs(ratio - 1) for ratio in ratios]
     if errors:

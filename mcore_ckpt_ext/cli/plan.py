@@ -14,7 +14,7 @@ from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
 from mcore_ckpt_ext.continuity.mathematics import sentence_of
-from mcore_ckpt_ext.errors import format_bytes, join_some
+from mcore_ckpt_ext.errors import format_bytes, format_ranks, join_some
 from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 from mcore_ckpt_ext.layout_choice.options import Recomputation, parse_sizes
 from mcore_ckpt_ext.storage.paths import as_path
@@ -64,7 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="Megatron argument used in training, if it is missing from the checkpoint",
     )
-    parser.add_argument("--all", action="store_true", help="list every layout, not only the ten best")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="list every layout, each number of virtual stages by itself, not only the ten best",
+    )
     add_rehearsal(parser)
     parser.add_argument("--html", metavar="FILE", type=as_path, help="also write a self-contained page")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -129,6 +133,7 @@ def _show_layouts(found: LayoutPlan) -> None:
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table((_cells(one)[:shown_columns] for one in found.layouts), header=_HEADER[:shown_columns], right=(2, 4, 6))
+    _show_virtual_stages(found.layouts)
     _show_data(found.layouts)
     _show_differences(found.layouts)
     best = found.layouts[0]
@@ -159,6 +164,16 @@ def _show_layouts(found: LayoutPlan) -> None:
             for one in found.fewer
         )
         table(rows, header=("GPUs", "layout", "memory", "batch", "bubble"), right=(0, 2, 4))
+
+
+def _show_virtual_stages(layouts: Sequence[PlannedLayout]) -> None:
+    """Name the layouts that stand for others, which differ in virtual stages alone."""
+    by_stages: dict[str, list[str]] = {}
+    for one in layouts:
+        if one.virtual_stages:
+            by_stages.setdefault(format_ranks(sorted(one.virtual_stages)), []).append(one.layout)
+    for stages, names in by_stages.items():
+        line(f"  or with VPP {stages}: {join_some(names)}")
 
 
 def _show_data(layouts: Sequence[PlannedLayout]) -> None:

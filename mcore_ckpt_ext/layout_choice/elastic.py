@@ -20,13 +20,14 @@ from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Sharding
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import Recomputation
+from mcore_ckpt_ext.layout_choice.order import distance, idle_fraction, leaves_node
 from mcore_ckpt_ext.layout_choice.rules import RULES, violations
 from mcore_ckpt_ext.layout_choice.search import (
+    ROOM,
     FoundLayout,
     Search,
     SearchRequest,
     batch_of,
-    distance,
     search,
     with_batch,
 )
@@ -34,7 +35,6 @@ from mcore_ckpt_ext.versions import Version
 
 # Layouts that leave about as much of the GPUs' time unused are compared by what else changes.
 _IDLE_STEP = 0.05
-_PRESSURE_STEP = 0.1
 # Of what a GPU needs under the old layout; more is only tried if the memory of a GPU is unknown and nothing needs less.
 _MOST_OF_USUAL = 1.25
 # Layouts of equal rank that are weighed: a choice among 16,384 GPUs take less than a second.
@@ -168,7 +168,7 @@ def elastic_key(
     keeps_sizes = layout.model_sizes() == old.model_sizes()
     idle = 1 - layout.world / request.gpus if keeps_sizes else idle_share(one, request.gpus)
     return (
-        _crosses_nodes(layout, old, request.gpus_per_node),
+        leaves_node(layout, old, request.gpus_per_node),
         int(idle / _IDLE_STEP),
         changes_batch(one),
         not keeps_sizes,
@@ -182,10 +182,7 @@ def elastic_key(
 
 def idle_share(one: FoundLayout, gpus: int) -> float:
     """Return the unused share of all GPUs' time: by waiting, bubbles, and uneven stages."""
-    split = one.choice.split
-    layers = [sum(chunks) for chunks in split.layers] if split else [1]
-    balance = sum(layers) / (len(layers) * max(*layers, 1))
-    return 1 - one.choice.layout.world / gpus * (1 - one.bubble) * balance
+    return 1 - one.choice.layout.world / gpus * (1 - idle_fraction(one.choice))
 
 
 def changes_batch(one: FoundLayout) -> bool:
@@ -194,18 +191,10 @@ def changes_batch(one: FoundLayout) -> bool:
     return whole is not None and one.choice.global_batch != whole
 
 
-def _crosses_nodes(layout: ParallelLayout, old: ParallelLayout, node: int) -> bool:
-    """Return whether tensor- or expert-parallel groups leave a node that did not before."""
-    experts = layout.expert * layout.expert_tensor
-    return (layout.tensor > old.tensor and node % layout.tensor != 0) or (
-        layout.expert > 1 and experts > old.expert * old.expert_tensor and node % experts != 0
-    )
-
-
 def _pressure(needed: int, memory: int | None, usual: int | None) -> int:
     """Return by how many steps a layout needs more than what has room, or is usual."""
-    room = max(usual or 0, round((memory or 0) * (1 - _PRESSURE_STEP)))
-    return ceil((needed / room - 1) / _PRESSURE_STEP) if 0 < room < needed else 0
+    room = max(usual or 0, round((memory or 0) * (1 - ROOM)))
+    return ceil((needed / room - 1) / ROOM) if 0 < room < needed else 0
 
 
 def _limit(request: ElasticRequest, usual: int | None) -> int | None:
@@ -342,7 +331,7 @@ def _ranked(
     used = 1.0 if keeps_sizes else balance * work / (work + layout.pipeline - 1)
     idle = 1 - layout.world / request.gpus * used
     key = (
-        _crosses_nodes(layout, old, request.gpus_per_node), int(idle / _IDLE_STEP), not keeps_sizes,
+        leaves_node(layout, old, request.gpus_per_node), int(idle / _IDLE_STEP), not keeps_sizes,
         distance(layout, old), idle,
     )  # fmt: skip
     return key, layout

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import gcd, isqrt, log2, prod
+from math import gcd, isqrt, prod
 
 from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.continuity.mathematics import Difference, differences, is_same_training, sizes_of
@@ -18,6 +18,7 @@ from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
 from mcore_ckpt_ext.layout_choice.options import Recomputation
+from mcore_ckpt_ext.layout_choice.order import changes_of, distance, guidance, idle_fraction, leaves_node
 from mcore_ckpt_ext.layout_choice.rules import (
     BATCH_RULES,
     DENSE_RULES,
@@ -32,7 +33,9 @@ from mcore_ckpt_ext.versions import Version
 
 _MOST_VIRTUAL_STAGES = 16
 # Smaller differences between idle fractions matter less than similarity to the old layout.
-_BUBBLE_STEP = 0.05
+_IDLE_STEP = 0.05
+# The share of memory that an estimate may be wrong by.
+ROOM = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class FoundLayout:
         fits: whether that is within a GPU's memory; None if unknown.
         bubble: the idle fraction of the pipeline, 0 to 1.
         keeps_batch: whether both batch sizes are unchanged, as far as they are known.
-        changes: how much of the job's form changes; see `_changes`.
+        changes: how much of the job's form changes; see `changes_of`.
         holdings: the totals on a rank of each pipeline stage.
         differences: all that training computes otherwise, apart from rounding.
     """
@@ -191,7 +194,7 @@ def _weighed(
         _fits(memory, request),
         bubble_fraction(choice),
         batch_of(choice.job) in ((choice.micro_batch, choice.global_batch), (choice.micro_batch, None)),
-        _changes(choice, old),
+        changes_of(choice, old),
         held,
         _differences(choice, old),
     )
@@ -216,40 +219,39 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
 
 
 def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
-    """Return a sort key: fits, keeps batch, mathematics and form, idles least, TP in a node, as before."""
-    layout = one.choice.layout
-    crosses = layout.tensor > request.gpus_per_node
-    return (
-        not one.fits,
-        one.fits is False,
-        not one.keeps_batch,
-        not one.keeps_mathematics,
-        one.changes,
-        int(one.bubble / _BUBBLE_STEP),
-        crosses,
-        distance(layout, old),
-        one.memory.total,
-    )
+    """Return a sort key, best first.
 
-
-def _changes(choice: Choice, old: ParallelLayout) -> int:
-    """Return how much of the job's form changes, besides sizes that every layout may change.
-
-    0 for the old layout in the old flags; otherwise 1, and 1 more for another context parallel size, 1 for other
-    numbers of layers in the first or last stage than the job had, 2 for another `--pipeline-model-parallel-layout`.
+    What fits, keeps the batch and the mathematics comes first. A job that ran on several GPUs goes on in its form, its
+    groups stay inside nodes, it idles least, and the nearest sizes follow. A job without a layout follows the guidance
+    of `order.py`; then memory has room for the error of the estimate, a pipeline idles least, stages need no flags, as
+    many GPUs of a node as possible share the experts, and there are no more virtual stages than that takes, which send
+    more between stages ("Performance tips in PP and VPP sizing", Megatron-Bridge's docs/performance-guide.md).
     """
-    split = dict(choice.split.arguments) if choice.split else {}
-    new = {name for name, value in split.items() if value and value != choice.job.value(name)}
-    if not new and choice.layout == replace(old, unknown=choice.layout.unknown):
-        return 0
-    is_described = "pipeline_model_parallel_layout" in new
-    return 1 + (choice.layout.context != old.context) + (2 if is_described else bool(new))
+    choice, layout, node = one.choice, one.choice.layout, request.gpus_per_node
+    acceptable = (not one.fits, one.fits is False, not one.keeps_batch, not one.keeps_mathematics)
+    if old.world > 1:
+        idle = int(one.bubble / _IDLE_STEP)
+        order: tuple[object, ...] = (one.changes, leaves_node(layout, old, node), idle, distance(layout, old))
+    else:
+        is_crowded = request.memory is not None and one.memory.total > request.memory * (1 - ROOM)
+        idle = int(idle_fraction(choice) / _IDLE_STEP)
+        shared_experts = min(layout.expert, node)
+        order = (*guidance(choice, node), is_crowded, idle, one.changes, -shared_experts, layout.virtual_pipeline)
+    return (*acceptable, *order, one.memory.total)
 
 
-def distance(layout: ParallelLayout, old: ParallelLayout) -> float:
-    """Return the distance between two layouts: the number of doublings, summed over all dimensions."""
-    before = old.model_sizes()
-    return sum(abs(log2(size / before[name])) for name, size in layout.model_sizes().items())
+def by_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, list[int]]]:
+    """Return one of those layouts that differ in virtual stages alone, with the other numbers.
+
+    Numbers that are not as acceptable, because they do not fit or change the batch, are left out.
+    """
+    rows: dict[ParallelLayout, tuple[FoundLayout, list[int]]] = {}
+    for one in found:
+        layout = one.choice.layout
+        first, others = rows.setdefault(replace(layout, virtual_pipeline=1), (one, []))
+        if one is not first and (one.fits, one.keeps_batch) == (first.fits, first.keeps_batch):
+            others.append(layout.virtual_pipeline)
+    return list(rows.values())
 
 
 class _Sizes:
@@ -299,8 +301,11 @@ class _Sizes:
         # With more pipeline ranks than layers, some ranks have only the embedding or the loss.
         # Two virtual stages may be more than the layers, too (`E|t|t||L`).
         least = 2 if layout.pipeline <= self._layers else 1
-        most = max(least, min(_MOST_VIRTUAL_STAGES, self._layers // layout.pipeline)) if layout.pipeline > 1 else 1
-        for stages in self._of("virtual_pipeline", range(1, most + 1)):
+        per_rank = self._layers // layout.pipeline
+        most = max(least, min(_MOST_VIRTUAL_STAGES, per_rank)) if layout.pipeline > 1 else 1
+        # Many stages are listed if they have equal numbers of layers.
+        even = [size for size in range(most + 1, per_rank + 1) if self._layers % (layout.pipeline * size) == 0]
+        for stages in self._of("virtual_pipeline", [*range(1, most + 1), *(even if layout.pipeline > 1 else ())]):
             yield replace(layout, virtual_pipeline=stages)
 
     def _of(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:

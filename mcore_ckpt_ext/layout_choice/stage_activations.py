@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
+from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.activations import ActivationOptions, LayerTerms, Shares, terms_of
@@ -183,3 +184,20 @@ def _shares_of(choice: Choice) -> Shares:
         residual=layout.tensor if choice.has_sequence_parallelism else 1,
         expert=layout.expert,
     )
+
+
+def recomputation_of(job: JobArguments, wanted: str | None) -> Recomputation:
+    """Return the recomputation that is wanted, or that of the job.
+
+    Raises:
+        UsageError: its name is unknown.
+    """
+    text = wanted or job.raw.get("recompute_granularity") or "none"
+    try:
+        return Recomputation(text)
+    except ValueError:
+        raise UsageError(
+            "unknown activation recomputation",
+            found=str(text)[:40],
+            expected=", ".join(one.value for one in Recomputation),
+        ) from None

@@ -22,11 +22,12 @@ from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, 
 from mcore_ckpt_ext.layout_choice.memory import Memory
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, ModelTable
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
+from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
-from mcore_ckpt_ext.operations.layout_plan import check_gpus, recomputation_of
+from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_arguments
 from mcore_ckpt_ext.versions import Version
 

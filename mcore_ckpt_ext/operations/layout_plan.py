@@ -22,8 +22,8 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
-from mcore_ckpt_ext.layout_choice.options import Recomputation
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, by_virtual_stages, search
+from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
@@ -45,6 +45,8 @@ class PlannedLayout:
         gpus: the number of GPUs that it uses.
         layout: its sizes, in words.
         sizes: the size of each dimension.
+        virtual_stages: other numbers of virtual stages that are as acceptable, best first; they are only listed by
+            themselves if all layouts are.
         layers_per_stage: the number of decoder layers of each pipeline rank.
         fits: True if it fits; None if that is unknown: no memory size is given and the old layout needed less.
         memory: weights, gradients, optimizer, and the terms of the estimate.
@@ -67,6 +69,7 @@ class PlannedLayout:
     gpus: int
     layout: str
     sizes: Mapping[str, int]
+    virtual_stages: tuple[int, ...]
     layers_per_stage: tuple[int, ...]
     fits: bool | None
     memory: Memory
@@ -95,7 +98,8 @@ class LayoutPlan:
         megatron_version: the release that will run.
         megatron_version_source: where that number is from.
         parameters: the number of parameters in the checkpoint, rows of padding included.
-        layouts: accepted layouts, best first, as many as requested.
+        layouts: accepted layouts, best first, as many as requested; if that is not all, layouts that differ in virtual
+            stages alone are one.
         fewer: the best layouts of fewer GPUs that keep the tensor parallel size and the batch, if the best layout of
             all GPUs does not.
         accepted: the number of accepted layouts.
@@ -158,7 +162,7 @@ def plan(
         pins: fixed sizes: `{"tp": 8}`.
         recomputation: `none`, `selective` or `full`; by default that of the job.
         read_rate: bytes a second that all GPUs together read from the store.
-        most: how many layouts are listed; None for all.
+        most: how many layouts are listed, one of those that differ in virtual stages alone; None for all.
         facts: facts about the job that wrote a checkpoint without Megatron's arguments, such as its layout.
         arguments: arguments of the job that the checkpoint does not state, by name.
 
@@ -194,10 +198,11 @@ def plan(
             request, source = _as_before(job, table, old, request, buffers)
         result = search(job, table, old, request, buffers)
         least = min(result.found, key=lambda one: one.memory.total, default=None)
-        chosen = result.found if most is None else result.found[:most]
+        every: list[tuple[FoundLayout, list[int]]] = [(one, []) for one in result.found]
+        chosen = every if most is None else by_virtual_stages(result.found)[:most]
 
-        def planned(one: FoundLayout) -> PlannedLayout:
-            return _planned(one, checkpoint, job, old, version, read_rate)
+        def planned(one: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
+            return _planned(one, virtual_stages, checkpoint, job, old, version, read_rate)
 
         fewer = [] if pins else _with_fewer_gpus(job, table, old, request, buffers, result.found)
         return LayoutPlan(
@@ -208,7 +213,7 @@ def plan(
             megatron_version=str(version),
             megatron_version_source=release_source,
             parameters=_parameters(checkpoint),
-            layouts=tuple(map(planned, chosen)),
+            layouts=tuple(planned(*row) for row in chosen),
             fewer=tuple(map(planned, fewer)),
             accepted=len(result.found),
             least_memory=least.memory.total if least else None,
@@ -282,23 +287,6 @@ def _as_before(
     return replace(request, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
 
 
-def recomputation_of(job: JobArguments, wanted: str | None) -> Recomputation:
-    """Return the recomputation that is wanted, or that of the job.
-
-    Raises:
-        UsageError: its name is unknown.
-    """
-    text = wanted or job.raw.get("recompute_granularity") or "none"
-    try:
-        return Recomputation(text)
-    except ValueError:
-        raise UsageError(
-            "unknown activation recomputation",
-            found=str(text)[:40],
-            expected=", ".join(one.value for one in Recomputation),
-        ) from None
-
-
 def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
     unknown = [name for name in pins if name not in PINS]
     if unknown:
@@ -308,6 +296,7 @@ def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
 
 def _planned(
     one: FoundLayout,
+    virtual_stages: Sequence[int],
     checkpoint: CheckpointView,
     job: JobArguments,
     old: ParallelLayout,
@@ -328,6 +317,7 @@ def _planned(
         gpus=layout.world,
         layout=str(layout),
         sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
+        virtual_stages=tuple(virtual_stages),
         layers_per_stage=tuple(map(sum, choice.split.layers)) if choice.split else (),
         fits=one.fits,
         memory=one.memory,

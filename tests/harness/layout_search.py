@@ -15,8 +15,8 @@ SIZES = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_leng
 
 
 def found_for(gpus: int, rows: PaddedRows | None = None, pins: dict[str, int] | None = None, **more: Any) -> Search:
-    """The layouts of a model of eight layers without parameters."""
+    """The layouts of a model without parameters, by default of eight layers."""
     job = JobArguments.of({**SIZES, "global_batch_size": 96, "tensor_model_parallel_size": 1, **more})
-    table = ModelTable([], 8, copies=0, padded_rows=rows or PaddedRows(1, 0, 1))
+    table = ModelTable([], job.num_layers or 0, copies=0, padded_rows=rows or PaddedRows(1, 0, 1))
     request = SearchRequest(gpus, 8, NEWEST, pins=pins or {})
     return search(job, table, ParallelLayout.from_arguments(job), request, Buffers(4))

@@ -159,7 +159,7 @@ def test_one_syntax_of_sizes() -> None:
 )
 def test_pins_on_the_command_line(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Every spelling is the same."""
-    assert main(["plan", str(fixture_named("p01").run), "--gpus", "4", "--json", *options]) == 0
+    assert main(["plan", str(fixture_named("p01").run), "--gpus", "4", "--json", "--all", *options]) == 0
     layouts = {one["layout"] for one in json.loads(capsys.readouterr().out)["layouts"]}
     assert layouts == {"TP2 x PP2 x DP1", "TP2 x PP2 x VPP2 x DP1"}
 
