@@ -32,7 +32,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
     embedding_copies,
     place_after_layers,
 )
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, by_virtual_stages, search
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.anatomy import BLOCKS, in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
@@ -158,7 +158,7 @@ def result_of(row: Row, *, ranked: bool) -> Result:
     states = states_of(row)
     rank, listed = None, 0
     if ranked and pinned.found:
-        every = by_virtual_stages(search(job, table, old, replace(request, pins={}), buffers).found)
+        every = join_virtual_stages(search(job, table, old, replace(request, pins={}), buffers).found)
         listed = len(every)
         rank = next((n for n, line in enumerate(every, 1) if is_named(layout_of(row), *line)), None)
     reason = next((reason for _, _, reason in pinned.nearest.values()), "")

@@ -22,12 +22,12 @@ PREPOSITIONS = ("in", "of", "from", "to", "with", "without", "by", "at", "on", "
 ACCEPTED = ("from_", "to_", "with_", "as_")
 MOST_LINES, MOST_PARAMETERS, MOST_LINES_OF_A_FILE = 60, 7, 350
 LIMITS = {
-    "functions with a local name that says nothing": 744,
+    "functions with a local name that says nothing": 490,
     "functions named by a preposition": 139,
-    "tuple assignments of unrelated values": 66,
-    "lines exempt from the formatter": 54,
+    "tuple assignments of unrelated values": 65,
+    "lines exempt from the formatter": 52,
     "functions with more than seven parameters": 15,
-    "functions of more than sixty lines": 8,
+    "functions of more than sixty lines": 7,
     "files of more than 350 lines": 0,
 }
 

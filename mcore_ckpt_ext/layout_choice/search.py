@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
-from math import gcd, isqrt, prod
+from math import gcd
 
 from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.continuity.mathematics import Difference, differences, is_same_training, sizes_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.combinations import Combinations
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
@@ -31,7 +31,6 @@ from mcore_ckpt_ext.layout_choice.stage_activations import ActivationEstimate
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
 
-_MOST_VIRTUAL_STAGES = 16
 # Smaller differences between idle fractions matter less than similarity to the old layout.
 _IDLE_STEP = 0.05
 # The share of memory that an estimate may be wrong by.
@@ -131,73 +130,91 @@ def search(
         request: the hardware and the options.
         buffers: how the job stores gradients and optimizer.
     """
-    result = Search()
-
-    @cache
-    def splits(pipeline: int, virtual: int) -> StageSplit | None:
-        return next(stage_splits(job, pipeline, virtual, request.version, job.mtp_num_layers or 0), None)
-
-    @cache
-    def holdings(split: StageSplit, tensor: int, expert_tensor: int, expert: int) -> tuple[StageHolding, ...]:
-        return tuple(table.stages(split.ranges(), tensor, expert_tensor, expert))
-
-    def shared_out(split: StageSplit, layout: ParallelLayout) -> tuple[StageHolding, ...]:
-        held = holdings(split, layout.tensor, layout.expert_tensor, layout.expert)
-        if buffers.layer_wise is None:
-            return held
-        return layer_wise_stages(
-            table, split.ranges(), layout, held, buffers.layer_wise, high_bandwidth=buffers.high_bandwidth
-        )
-
-    def is_excluded(choice: Choice, rules: Sequence[NamedRule]) -> bool:
-        broken = next(violations(choice, rules), None)
-        if broken is not None:
-            rule, reason = broken
-            result.exclude(rule, distance(choice.layout, old), choice.layout, reason)
-        return broken is not None
-
-    def choice_of(layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
-        return Choice(job, table, layout, split, 1, 1, request.version)
-
-    estimate = ActivationEstimate(job, request.recomputation)
-    sizes = _Sizes(job, old, request)
-    for dense in sizes.dense_layouts():
-        if is_excluded(choice_of(dense), DENSE_RULES):
-            continue
-        for layout in sizes.expert_layouts(dense):
-            if is_excluded(choice_of(layout), EXPERT_RULES):
-                continue
-            for staged in sizes.stage_layouts(layout):
-                split = splits(staged.pipeline, staged.virtual_pipeline)
-                choice = with_batch(choice_of(staged, split))
-                if not is_excluded(choice, STAGE_RULES) and split is not None:
-                    result.found.append(_weighed(choice, shared_out(split, staged), old, request, buffers, estimate))
-    result.found.sort(key=lambda one: _rank(one, old, request))
+    result = _Evaluation(job, table, old, request, buffers).search()
+    result.found.sort(key=lambda layout: _rank(layout, old, request))
     return result
 
 
-def _weighed(
-    choice: Choice,
-    held: tuple[StageHolding, ...],
-    old: ParallelLayout,
-    request: SearchRequest,
-    buffers: Buffers,
-    estimate: ActivationEstimate,
-) -> FoundLayout:
-    # Most stages have equal totals.
-    stages = dict.fromkeys(zip(held, estimate.stages(choice), strict=True))
-    by_stage = (memory_of(stage, choice, buffers, activations) for stage, activations in stages)
-    memory = max(by_stage, key=lambda one: (one.total, one.host))
-    return FoundLayout(
-        choice,
-        memory,
-        _fits(memory, request),
-        bubble_fraction(choice),
-        batch_of(choice.job) in ((choice.micro_batch, choice.global_batch), (choice.micro_batch, None)),
-        changes_of(choice, old),
-        held,
-        _differences(choice, old),
-    )
+class _Evaluation:
+    """Applies the rules to every combination of sizes, and weighs those that none excludes."""
+
+    def __init__(
+        self, job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
+    ) -> None:
+        self._job = job
+        self._table = table
+        self._old = old
+        self._request = request
+        self._buffers = buffers
+        self._estimate = ActivationEstimate(job, request.recomputation)
+        self._split = cache(self._first_split)
+        self._holdings = cache(self._held_by_stages)
+        self._result = Search()
+
+    def search(self) -> Search:
+        """Return all layouts, in the order of their sizes, and what excludes the others."""
+        sizes = Combinations(self._job, self._old, self._request.gpus, self._request.pins)
+        for dense in sizes.dense_layouts():
+            if self._is_excluded(self._choice(dense), DENSE_RULES):
+                continue
+            for layout in sizes.expert_layouts(dense):
+                if not self._is_excluded(self._choice(layout), EXPERT_RULES):
+                    self._evaluate_stages(sizes.stage_layouts(layout))
+        return self._result
+
+    def _evaluate_stages(self, layouts: Iterable[ParallelLayout]) -> None:
+        """Weigh layouts that differ in their virtual stages."""
+        for layout in layouts:
+            split = self._split(layout.pipeline, layout.virtual_pipeline)
+            choice = with_batch(self._choice(layout, split))
+            if not self._is_excluded(choice, STAGE_RULES) and split is not None:
+                self._result.found.append(self._weighed(choice, split))
+
+    def _choice(self, layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
+        return Choice(self._job, self._table, layout, split, 1, 1, self._request.version)
+
+    def _is_excluded(self, choice: Choice, rules: Sequence[NamedRule]) -> bool:
+        broken = next(violations(choice, rules), None)
+        if broken is not None:
+            rule, reason = broken
+            self._result.exclude(rule, distance(choice.layout, self._old), choice.layout, reason)
+        return broken is not None
+
+    def _first_split(self, pipeline: int, virtual: int) -> StageSplit | None:
+        predicted = self._job.mtp_num_layers or 0
+        return next(stage_splits(self._job, pipeline, virtual, self._request.version, predicted), None)
+
+    def _held_by_stages(
+        self, split: StageSplit, tensor: int, expert_tensor: int, expert: int
+    ) -> tuple[StageHolding, ...]:
+        return tuple(self._table.stages(split.ranges(), tensor, expert_tensor, expert))
+
+    def _stages(self, split: StageSplit, layout: ParallelLayout) -> tuple[StageHolding, ...]:
+        """Return what a GPU of each stage holds."""
+        held = self._holdings(split, layout.tensor, layout.expert_tensor, layout.expert)
+        buffers = self._buffers
+        if buffers.layer_wise is None:
+            return held
+        return layer_wise_stages(
+            self._table, split.ranges(), layout, held, buffers.layer_wise, high_bandwidth=buffers.high_bandwidth
+        )
+
+    def _weighed(self, choice: Choice, split: StageSplit) -> FoundLayout:
+        held = self._stages(split, choice.layout)
+        # Most stages have equal totals.
+        stages = dict.fromkeys(zip(held, self._estimate.stages(choice), strict=True))
+        by_stage = (memory_of(stage, choice, self._buffers, activations) for stage, activations in stages)
+        memory = max(by_stage, key=lambda stage: (stage.total, stage.host))
+        return FoundLayout(
+            choice,
+            memory,
+            _fits(memory, self._request),
+            bubble_fraction(choice),
+            batch_of(choice.job) in ((choice.micro_batch, choice.global_batch), (choice.micro_batch, None)),
+            changes_of(choice, self._old),
+            held,
+            _differences(choice, self._old),
+        )
 
 
 def _differences(choice: Choice, old: ParallelLayout) -> tuple[Difference, ...]:
@@ -240,7 +257,7 @@ def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tupl
     return (*acceptable, *order, one.memory.total)
 
 
-def by_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, list[int]]]:
+def join_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, list[int]]]:
     """Return one of those layouts that differ in virtual stages alone, with the other numbers.
 
     Numbers that are not as acceptable, because they do not fit or change the batch, are left out.
@@ -252,67 +269,6 @@ def by_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, l
         if one is not first and (one.fits, one.keeps_batch) == (first.fits, first.keeps_batch):
             others.append(layout.virtual_pipeline)
     return list(rows.values())
-
-
-class _Sizes:
-    """The sizes of every dimension to evaluate, respecting pins.
-
-    Combinations are made in three steps, so that a rule about the first dimensions excludes all combinations of the
-    later ones at once. Dimensions of later steps are as near to those of the old layout as possible.
-    """
-
-    def __init__(self, job: JobArguments, old: ParallelLayout, request: SearchRequest) -> None:
-        self._old, self._gpus, self._pins = old, request.gpus, request.pins
-        self._layers, self._experts = job.num_layers or 1, job.num_experts or 1
-        small = [size for size in range(1, isqrt(request.gpus) + 1) if request.gpus % size == 0]
-        self._divisors = sorted({*small, *(request.gpus // size for size in small)})
-
-    def dense_layouts(self) -> Iterator[ParallelLayout]:
-        """Yield combinations of TP, PP and CP whose product divides the number of GPUs."""
-        gpus, pins = self._gpus, self._pins
-        # If pins make this impossible, combinations are evaluated nevertheless, to report the violated rule.
-        can_divide = gpus % prod(pins.get(name, 1) for name in ("tensor", "pipeline", "context")) == 0
-        pipelines = [size for size in self._divisors if size <= self._layers + 2]
-        choices = (self._of("tensor", self._divisors), self._of("pipeline", pipelines))
-        for tensor, pipeline, context in product(*choices, self._of("context", self._divisors)):
-            ranks = tensor * pipeline * context
-            if can_divide and gpus % ranks:
-                continue
-            dense = ParallelLayout(
-                tensor=tensor, pipeline=pipeline, virtual_pipeline=1, expert=1, expert_tensor=tensor, context=context,
-                data=max(gpus // ranks, 1), world=gpus,
-            )  # fmt: skip
-            near = min(self.expert_layouts(dense), key=self._distance)
-            yield min(self.stage_layouts(near), key=self._distance)
-
-    def expert_layouts(self, dense: ParallelLayout) -> Iterator[ParallelLayout]:
-        """Yield the layout with every size of EP and ETP."""
-        for expert in self._of("expert", [size for size in self._divisors if size <= self._experts]):
-            tensors = {dense.tensor}
-            if expert > 1:
-                tensors |= {1, self._old.expert_tensor}
-            elif self._old.expert == 1 and self._old.separates_experts:
-                tensors.add(self._old.expert_tensor)
-            for expert_tensor in self._of("expert_tensor", sorted(tensors)):
-                yield replace(dense, expert=expert, expert_tensor=expert_tensor)
-
-    def stage_layouts(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
-        """Yield the layout with every number of virtual stages."""
-        # With more pipeline ranks than layers, some ranks have only the embedding or the loss.
-        # Two virtual stages may be more than the layers, too (`E|t|t||L`).
-        least = 2 if layout.pipeline <= self._layers else 1
-        per_rank = self._layers // layout.pipeline
-        most = max(least, min(_MOST_VIRTUAL_STAGES, per_rank)) if layout.pipeline > 1 else 1
-        # Many stages are listed if they have equal numbers of layers.
-        even = [size for size in range(most + 1, per_rank + 1) if self._layers % (layout.pipeline * size) == 0]
-        for stages in self._of("virtual_pipeline", [*range(1, most + 1), *(even if layout.pipeline > 1 else ())]):
-            yield replace(layout, virtual_pipeline=stages)
-
-    def _of(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:
-        return [self._pins[name]] if name in self._pins else otherwise
-
-    def _distance(self, layout: ParallelLayout) -> float:
-        return distance(layout, self._old)
 
 
 def batch_of(job: JobArguments) -> tuple[int, int | None]:

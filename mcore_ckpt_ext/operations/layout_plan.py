@@ -22,7 +22,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, by_virtual_stages, search
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.assumed_release import release_of
@@ -199,7 +199,7 @@ def plan(
         result = search(job, table, old, request, buffers)
         least = min(result.found, key=lambda one: one.memory.total, default=None)
         every: list[tuple[FoundLayout, list[int]]] = [(one, []) for one in result.found]
-        chosen = every if most is None else by_virtual_stages(result.found)[:most]
+        chosen = every if most is None else join_virtual_stages(result.found)[:most]
 
         def planned(one: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
             return _planned(one, virtual_stages, checkpoint, job, old, version, read_rate)

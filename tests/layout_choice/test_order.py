@@ -8,7 +8,7 @@ import pytest
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.order import guidance, leaves_node
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, by_virtual_stages
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, join_virtual_stages
 from tests.harness.layout_search import found_for
 
 EXPERTS = {"num_experts": 16, "moe_ffn_hidden_size": 8, "hidden_dropout": 0.0}
@@ -81,7 +81,7 @@ def test_a_job_goes_on_in_its_nodes() -> None:
 def test_virtual_stages_are_one_line() -> None:
     """The fewest that idle as little stand for all that are as acceptable."""
     found = found_for(4, pins={"pipeline": 4, "tensor": 1, "context": 1}).found
-    ((first, others),) = by_virtual_stages(found)
+    ((first, others),) = join_virtual_stages(found)
     assert first is found[0]
     assert {first.choice.layout.virtual_pipeline, *others} == {1, 2}
 
