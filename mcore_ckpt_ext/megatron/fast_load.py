@@ -182,7 +182,12 @@ class _FastLoad:
             announce(missing_extra_states_message(number, were_dropped=were_dropped))
 
     def _read_objects(self, index: TorchIndex, *, some: bool) -> dict[int, Any]:
-        """Return the pickled objects by the `id` of their requests, None for missing ones; `some` is for all ranks."""
+        """Return the pickled objects by the `id` of their requests, None for missing ones.
+
+        Args:
+            index: what torch reads as the index.
+            some: whether any rank requests one.
+        """
         missing = set(map(id, self._missing))
         stored = [entry for entry in self._requests.objects if id(entry) not in missing]
         try:
