@@ -16,11 +16,11 @@ def install() -> None:
     original = Transfer.execute
 
     @functools.wraps(original)
-    def execute(self: Transfer, plan: Plan, destinations: Any) -> None:
+    def execute(self: Transfer, plan: Plan, destinations: Any, *more: Any) -> None:
         if os.environ["RANK"] == "0" and len(plan.copies) > 1:
-            original(self, Plan(plan.wanted, plan.copies[::2]), destinations)
+            original(self, Plan(plan.wanted, plan.copies[::2]), destinations, *more)
             os.kill(os.getpid(), signal.SIGKILL)
-        original(self, plan, destinations)
+        original(self, plan, destinations, *more)
 
     Transfer.execute = execute  # type: ignore[method-assign]
 
