@@ -36,8 +36,8 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    found = list(parser._actions)
+    actions = list(parser._actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found += [inner for command in action.choices.values() for inner in _actions(command)]
-    return found
+            actions += [inner for command in action.choices.values() for inner in _actions(command)]
+    return actions

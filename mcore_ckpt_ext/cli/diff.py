@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         check_place(arguments.html)
     with the_team(join=arguments.join) as team:
-        found = compare(
+        comparison = compare(
             arguments.a,
             arguments.b,
             kinds=arguments.kinds,
@@ -69,23 +69,23 @@ def run(arguments: argparse.Namespace) -> int:
             tensors_only=arguments.tensors_only,
             team=team,
         )
-        exit_code = 0 if found.equal else 1
+        exit_code = 0 if comparison.equal else 1
         if team.rank == 0:
             show = partial(_show, most=None if arguments.all else _SHOWN)
-            report(arguments, "diff", found, page=comparison_page, show=show, exit_code=exit_code)
+            report(arguments, "diff", comparison, page=comparison_page, show=show, exit_code=exit_code)
     return exit_code
 
 
-def _show(found: Comparison, most: int | None) -> None:
-    table([("A", found.a), ("B", found.b)])
+def _show(comparison: Comparison, most: int | None) -> None:
+    table([("A", comparison.a), ("B", comparison.b)])
     heading("metadata")
-    facts = ((fact, "" if fact.a == fact.b else Painted("differs", REMARKABLE)) for fact in found.facts)
+    facts = ((fact, "" if fact.a == fact.b else Painted("differs", REMARKABLE)) for fact in comparison.facts)
     table([(fact.what, fact.a, fact.b, verdict) for fact, verdict in facts], ("", "A", "B"))
     heading("tensors")
-    verdicts = [(kind, Painted(_verdict(kind), GOOD if kind.equal else BAD)) for kind in found.kinds]
+    verdicts = [(kind, Painted(_verdict(kind), GOOD if kind.equal else BAD)) for kind in comparison.kinds]
     rows = [(kind.kind, kind.compared, f"{kind.elements:,}", verdict) for kind, verdict in verdicts]
     table(rows, ("", "compared", "elements", ""), right=[1, 2])
-    for kind in found.kinds:
+    for kind in comparison.kinds:
         for name in (*kind.only_in_a[:most], *kind.only_in_b[:most]):
             line(f"  only in {'A' if name in kind.only_in_a else 'B'}: {kind.kind} {name}")
         for tensor in kind.different[:most]:
@@ -93,41 +93,41 @@ def _show(found: Comparison, most: int | None) -> None:
         more = sum(len(names[most:]) for names in (kind.only_in_a, kind.only_in_b, kind.different) if most)
         if more:
             line(f"  and {more:,} more of {kind.kind}; --all lists them")
-    for side, account in (("A", found.account_a), ("B", found.account_b)):
+    for side, account in (("A", comparison.account_a), ("B", comparison.account_b)):
         for row in left_out_rows(account.not_looked_at):
             line(f"  not compared: {row.keys} of {side}, {row.size}: {row.why}")
-    for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
+    for side, copies in (("A", comparison.differing_copies_a), ("B", comparison.differing_copies_b)):
         if copies:
             from mcore_ckpt_ext.operations.replicas import in_words
 
             line(f"  in {side}: {in_words(copies, len(copies))}")
-    _show_settings(found)
+    _show_settings(comparison)
     line()
-    line(Painted(_conclusion(found), GOOD if found.equal else BAD))
+    line(Painted(_conclusion(comparison), GOOD if comparison.equal else BAD))
 
 
-def _show_settings(found: Comparison) -> None:
-    if not found.settings:
+def _show_settings(comparison: Comparison) -> None:
+    if not comparison.settings:
         return
     heading("settings")
-    differing = [setting for setting in found.settings if not setting.equal]
-    judged = "" if found.settings_equal is not None else ", not part of the verdict"
-    line(f"  {len(found.settings)} compared, {len(differing) or 'none'} different{judged}")
+    differing = [setting for setting in comparison.settings if not setting.equal]
+    judged = "" if comparison.settings_equal is not None else ", not part of the verdict"
+    line(f"  {len(comparison.settings)} compared, {len(differing) or 'none'} different{judged}")
     table([(setting.name, setting.a, setting.b) for setting in differing], ("", "A", "B") if differing else ())
 
 
-def _conclusion(found: Comparison) -> str:
-    if found.equal:
-        equal = "equal in every bit" if found.settings_equal is None else "equal in every bit, and in all settings"
-        sides = (("A", found.account_a.in_words), ("B", found.account_b.in_words))
+def _conclusion(comparison: Comparison) -> str:
+    if comparison.equal:
+        equal = "equal in every bit" if comparison.settings_equal is None else "equal in every bit, and in all settings"
+        sides = (("A", comparison.account_a.in_words), ("B", comparison.account_b.in_words))
         return "; ".join((equal, *(f"of {side} {words}" for side, words in sides if words)))
-    if found.tensors_equal:
-        names = [setting.name for setting in found.settings if not setting.equal]
+    if comparison.tensors_equal:
+        names = [setting.name for setting in comparison.settings if not setting.equal]
         return f"DIFFERENT SETTINGS, tensors equal in every bit: {join_some(names)}"
-    if not all(kind.equal for kind in found.kinds):
+    if not all(kind.equal for kind in comparison.kinds):
         return "DIFFERENT"
-    if found.missed:
-        keys = "1 key was" if found.missed == 1 else f"{found.missed:,} keys were"
+    if comparison.missed:
+        keys = "1 key was" if comparison.missed == 1 else f"{comparison.missed:,} keys were"
         return f"NOT KNOWN TO BE EQUAL: what was compared is equal in every bit, {keys} not compared"
     return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, but replicas within one checkpoint differ"
 
@@ -136,7 +136,7 @@ def _verdict(kind: KindComparison) -> str:
     if kind.equal:
         return "equal"
     parts = ((kind.only_in_a, "only in A"), (kind.only_in_b, "only in B"), (kind.different, "different"))
-    return ", ".join(f"{len(names)} {what}" for names, what in parts if names)
+    return ", ".join(f"{len(names)} {label}" for names, label in parts if names)
 
 
 def _differences(tensor: TensorDifference) -> Iterator[str]:

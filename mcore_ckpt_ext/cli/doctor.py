@@ -156,8 +156,10 @@ def _other_copies() -> Iterator[Line]:
     for folder, version in sorted(installed_copies(mcore_ckpt_ext.__name__).items()):
         if folder != _folder():
             same = version in (None, mcore_ckpt_ext.__version__)
-            found = f"{version or 'of unknown version'}, {folder}; keep one: pip uninstall {mcore_ckpt_ext.__name__}"
-            yield Line("another copy", "note" if same else "FAILED", found)
+            description = (
+                f"{version or 'of unknown version'}, {folder}; keep one: pip uninstall {mcore_ckpt_ext.__name__}"
+            )
+            yield Line("another copy", "note" if same else "FAILED", description)
 
 
 def _import_failure(error: Exception) -> str:
@@ -168,42 +170,42 @@ def _import_failure(error: Exception) -> str:
 
 def _megatron() -> Line:
     """Report the installed release of Megatron, or a checkout on the path."""
-    what = "megatron-core"
-    if installed := installed_version(what):
-        return Line(what, "ok", installed)
+    subject = "megatron-core"
+    if installed := installed_version(subject):
+        return Line(subject, "ok", installed)
     try:
-        found = find_spec("megatron") and find_spec("megatron.core")
+        spec = find_spec("megatron") and find_spec("megatron.core")
     except Exception as error:  # noqa: BLE001 - `find_spec` imports the parent package, which may fail in any way
-        return Line(what, "FAILED", _import_failure(error))
-    if found is None or found.origin is None:
-        return Line(what, "note", _NO_MEGATRON)
-    return Line(what, "ok", f"a checkout, {Path(found.origin).parents[2]}")
+        return Line(subject, "FAILED", _import_failure(error))
+    if spec is None or spec.origin is None:
+        return Line(subject, "note", _NO_MEGATRON)
+    return Line(subject, "ok", f"a checkout, {Path(spec.origin).parents[2]}")
 
 
 def _setting(setting: Setting[Any]) -> Line:
     """Report whether a variable is set, and its effect; an invalid value is ignored."""
     if setting.text is None:
         return Line(setting.name, "ok", "not set")
-    found = f"{escape(setting.text)!r}"
+    quoted = f"{escape(setting.text)!r}"
     if not setting.is_valid:
-        return Line(setting.name, "FAILED", f"{found}: invalid value, ignored ({setting.meaning})")
-    return Line(setting.name, "note", f"{found} ({setting.meaning})")
+        return Line(setting.name, "FAILED", f"{quoted}: invalid value, ignored ({setting.meaning})")
+    return Line(setting.name, "note", f"{quoted} ({setting.meaning})")
 
 
 def _autoload(version: Version | None) -> Line:
     """Report whether `import torch` installs the hooks."""
-    what = "torch loads the hooks"
+    subject = "torch loads the hooks"
     by_hand = "call mcore_ckpt_ext.install() in the training script"
     if version is None or not TORCH_LOADS_PLUGINS.is_of(version):
-        return Line(what, "note", f"no: torch loads plugins since {TORCH_LOADS_PLUGINS.since}; {by_hand}")
+        return Line(subject, "note", f"no: torch loads plugins since {TORCH_LOADS_PLUGINS.since}; {by_hand}")
     if not _AUTOLOAD.value:
-        return Line(what, "note", f"no: TORCH_DEVICE_BACKEND_AUTOLOAD=0; {by_hand}")
+        return Line(subject, "note", f"no: TORCH_DEVICE_BACKEND_AUTOLOAD=0; {by_hand}")
     if not is_registered():
         hint = f"pip install . in its clone; or {by_hand}"
-        return Line(what, "FAILED", f"no: the package is on the path, but not installed: {hint}")
+        return Line(subject, "FAILED", f"no: the package is on the path, but not installed: {hint}")
     if not SWITCH.value:
-        return Line(what, "note", f"no: {SWITCH.name}={SWITCH.text}")
-    return Line(what, "ok", "yes, at the end of `import torch`")
+        return Line(subject, "note", f"no: {SWITCH.name}={SWITCH.text}")
+    return Line(subject, "ok", "yes, at the end of `import torch`")
 
 
 def _hooks() -> Iterator[Line]:
@@ -241,13 +243,15 @@ def _loops() -> Iterator[Line]:
         (place.modules[0], patch_point.state)
         for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True)
     ]
-    for distribution, (what, prefixes) in _LOOPS.items():
+    for distribution, (loop, prefixes) in _LOOPS.items():
         version = installed_version(distribution)
-        hooked = all(any(state == "patched" for module, state in states if module.startswith(one)) for one in prefixes)
+        hooked = all(
+            any(state == "patched" for module, state in states if module.startswith(prefix)) for prefix in prefixes
+        )
         if version is None:
-            yield Line(what, "note", f"not installed ({distribution})")
+            yield Line(loop, "note", f"not installed ({distribution})")
         else:
-            yield Line(what, "ok" if hooked else "FAILED", f"{'hooked' if hooked else 'not hooked'}, {version}")
+            yield Line(loop, "ok" if hooked else "FAILED", f"{'hooked' if hooked else 'not hooked'}, {version}")
 
 
 def _import_problem(module: str) -> str | None:
@@ -263,12 +267,12 @@ def _import_problem(module: str) -> str | None:
 
 def _writable(folder: Path) -> Line:
     """Report whether the sidecar and conversions can be written to the folder for checkpoints."""
-    what = f"writing in {folder}"
+    subject = f"writing in {folder}"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".mcore_ckpt_ext-", suffix=".json") as file:
             file.write(b"{}")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return Line(what, "FAILED", f"{error.strerror}: the sidecar would be missing, a plain resume still works")
-    return Line(what, "ok", "the sidecar can be written")
+        return Line(subject, "FAILED", f"{error.strerror}: the sidecar would be missing, a plain resume still works")
+    return Line(subject, "ok", "the sidecar can be written")

@@ -17,13 +17,13 @@ def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> Non
     options = kind()
     group = parser.add_argument_group("the job that wrote the checkpoint, if Megatron's arguments are missing from it")
     for name in _NAMES:
-        what = name.removesuffix("_size").replace("_", "-")
+        dimension = name.removesuffix("_size").replace("_", "-")
         group.add_argument(
             options.option(name),
             dest=f"fact_{name}",
             type=parse_count,
             metavar="N",
-            help=f"{what} size of that job",
+            help=f"{dimension} size of that job",
         )
 
 

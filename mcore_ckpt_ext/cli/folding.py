@@ -42,7 +42,7 @@ def left_out_rows(items: Iterable[UnreadState]) -> Iterator[LeftOut]:
 
 def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
     """Group items by kind; groups are in the order of their first item."""
-    found: dict[Hashable, list[Item]] = defaultdict(list)
+    groups: dict[Hashable, list[Item]] = defaultdict(list)
     for item in items:
-        found[kind(item)].append(item)
-    return list(found.values())
+        groups[kind(item)].append(item)
+    return list(groups.values())

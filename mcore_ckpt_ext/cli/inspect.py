@@ -38,99 +38,99 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.html is not None:
         check_place(arguments.html)
-    found = inspect(
+    inspection = inspect(
         arguments.path,
         buffers=arguments.html is not None or arguments.json,
         facts=facts_of(arguments),
         weights=arguments.weights,
     )
-    return report(arguments, "inspect", found, page=inspection_page, show=partial(_show, show_all=arguments.all))
+    return report(arguments, "inspect", inspection, page=inspection_page, show=partial(_show, show_all=arguments.all))
 
 
-def _layout(found: Inspection) -> str:
+def _layout(inspection: Inspection) -> str:
     """Return the layout, and its source if this is not Megatron's arguments."""
-    if not found.layout_text:
+    if not inspection.layout_text:
         return "none recorded"
-    ranks = f", {_ranks(world)}" if (world := found.layout["world"]) is not None else ""
-    source = f", by {found.described_by} and the index" if found.described_by else ""
-    of_source = found.writer.converted and not _is_of_one_layout(found.path)
-    return f"{found.layout_text}{ranks}{source}{', of the job that saved the source' if of_source else ''}"
+    ranks = f", {_ranks(world)}" if (world := inspection.layout["world"]) is not None else ""
+    source = f", by {inspection.described_by} and the index" if inspection.described_by else ""
+    of_source = inspection.writer.converted and not _is_of_one_layout(inspection.path)
+    return f"{inspection.layout_text}{ranks}{source}{', of the job that saved the source' if of_source else ''}"
 
 
 def _is_of_one_layout(folder: str) -> bool:
     from mcore_ckpt_ext.formats.registry import format_of
 
-    found = format_of(as_path(folder))
-    return found is not None and found.reader_class.is_of_one_layout
+    folder_format = format_of(as_path(folder))
+    return folder_format is not None and folder_format.reader_class.is_of_one_layout
 
 
-def _show(found: Inspection, *, show_all: bool) -> None:
-    line(found.path)
+def _show(inspection: Inspection, *, show_all: bool) -> None:
+    line(inspection.path)
     table(
         [
-            ("format", found.format),
-            ("optimizer", ": ".join(filter(None, (found.optimizer_format, found.optimizer))) or "none"),
-            ("layout", _layout(found)),
-            ("iteration", "none recorded" if found.iteration is None else found.iteration),
-            ("written by", _writer(found.writer.version)),
-            ("sidecar", _sidecar(found)),
+            ("format", inspection.format),
+            ("optimizer", ": ".join(filter(None, (inspection.optimizer_format, inspection.optimizer))) or "none"),
+            ("layout", _layout(inspection)),
+            ("iteration", "none recorded" if inspection.iteration is None else inspection.iteration),
+            ("written by", _writer(inspection.writer.version)),
+            ("sidecar", _sidecar(inspection)),
         ]
     )
-    if found.optimizer_format and not found.model["parameters"]:
+    if inspection.optimizer_format and not inspection.model["parameters"]:
         from mcore_ckpt_ext.formats.external_weights import NAME_THEM
 
         line(Painted(f"note: optimizer only; {NAME_THEM}", REMARKABLE))
-    for problem in found.unbelieved:
+    for problem in inspection.unbelieved:
         line(Painted(f"note: {problem}", REMARKABLE))
-    if found.writer.evidence:
+    if inspection.writer.evidence:
         heading("evidence for the version")
-        table([(item.what, _bounds(item.first, item.last)) for item in found.writer.evidence])
+        table([(item.what, _bounds(item.first, item.last)) for item in inspection.writer.evidence])
     heading("model")
-    table([(name, _number(value)) for name, value in found.model.items()])
-    if found.training:
+    table([(name, _number(value)) for name, value in inspection.model.items()])
+    if inspection.training:
         heading("training")
-        table([(name, _number(value)) for name, value in found.training.items()])
-    if found.data:
+        table([(name, _number(value)) for name, value in inspection.training.items()])
+    if inspection.data:
         heading("data")
-        table(list(found.data.items()))
+        table(list(inspection.data.items()))
     heading("bytes")
-    overhead = max(0, found.bytes_on_disk - sum(found.bytes_by_kind.values()))
-    sizes = {**found.bytes_by_kind, "archive overhead": overhead, "on disk": found.bytes_on_disk}
+    overhead = max(0, inspection.bytes_on_disk - sum(inspection.bytes_by_kind.values()))
+    sizes = {**inspection.bytes_by_kind, "archive overhead": overhead, "on disk": inspection.bytes_on_disk}
     table([(kind, format_bytes(size)) for kind, size in sizes.items()], right=[1])
     heading("files")
-    _show_files(found, show_all=show_all)
-    if found.account.not_looked_at:
+    _show_files(inspection, show_all=show_all)
+    if inspection.account.not_looked_at:
         heading("not read")
-        table([(row.keys, row.size, row.why) for row in left_out_rows(found.account.not_looked_at)], right=[1])
+        table([(row.keys, row.size, row.why) for row in left_out_rows(inspection.account.not_looked_at)], right=[1])
     heading("can be resumed by, optimizer included")
-    table([(item.who, item.versions, item.layouts, item.note) for item in found.resumptions])
+    table([(item.who, item.versions, item.layouts, item.note) for item in inspection.resumptions])
 
 
-def _sidecar(found: Inspection) -> str:
-    if found.sidecar_problem:
-        return f"ignored: {found.sidecar_problem}"
-    return "yes: the packing of the gradient buffers is recorded" if found.sidecar else "no"
+def _sidecar(inspection: Inspection) -> str:
+    if inspection.sidecar_problem:
+        return f"ignored: {inspection.sidecar_problem}"
+    return "yes: the packing of the gradient buffers is recorded" if inspection.sidecar else "no"
 
 
 def _writer(version: str) -> str:
     return f"Megatron {version}" if version[:1].isdigit() else version
 
 
-def _show_files(found: Inspection, *, show_all: bool) -> None:
+def _show_files(inspection: Inspection, *, show_all: bool) -> None:
     """List the files; if there are many, those that differ only in numbers share a line."""
-    if show_all or len(found.files) <= _FILES_SHOWN:
-        table((_file_row(file, with_names=show_all) for file in found.files), right=[2])
+    if show_all or len(inspection.files) <= _FILES_SHOWN:
+        table((_file_row(file, with_names=show_all) for file in inspection.files), right=[2])
     else:
-        rows = [_folded_row(files) for files in alike(found.files, _kind_of_file)]
+        rows = [_folded_row(files) for files in alike(inspection.files, _kind_of_file)]
         table(rows[:_FILES_SHOWN], right=[2])
         more = len(rows) - _FILES_SHOWN
         line(f"  {f'and {more:,} more; ' if more > 0 else ''}--all lists every file, with its tensors")
-    if any(file.rank is not None for file in found.files):
+    if any(file.rank is not None for file in inspection.files):
         line("  __x_y.distcp: written by global rank x, writer process y of that rank")
-    if found.silent_ranks:
-        names = ", ".join(map(str, found.silent_ranks[:_RANKS_SHOWN]))
-        more_ranks = ", ..." if len(found.silent_ranks) > _RANKS_SHOWN else ""
-        line(f"  no file from {_ranks(len(found.silent_ranks))} ({names}{more_ranks}): {found.why_silent}")
+    if inspection.silent_ranks:
+        names = ", ".join(map(str, inspection.silent_ranks[:_RANKS_SHOWN]))
+        more_ranks = ", ..." if len(inspection.silent_ranks) > _RANKS_SHOWN else ""
+        line(f"  no file from {_ranks(len(inspection.silent_ranks))} ({names}{more_ranks}): {inspection.why_silent}")
 
 
 def _kind_of_file(file: StoredFile) -> tuple[str, bool]:

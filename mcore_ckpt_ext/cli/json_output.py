@@ -38,7 +38,7 @@ def check_result_file(path: Path, command: str) -> None:
 
     check_report(
         path,
-        lambda found: _is_result(found, command),
+        lambda existing: _is_result(existing, command),
         what=_RESULT,
         conflict=f"{FLAG} would overwrite something that is not a result of this command",
         earlier="an earlier one of this option",
@@ -49,12 +49,12 @@ def _is_result(path: Path, command: str) -> bool:
     import json
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:  # another process that shares the command has just removed it
         return True
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("command") == command
+    return isinstance(content, dict) and content.get("command") == command
 
 
 def write_result(path: Path, command: str, result: DataclassInstance, exit_code: int) -> None:

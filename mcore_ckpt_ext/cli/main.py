@@ -184,8 +184,8 @@ def parser_of(words: Sequence[str], *, every: bool = False) -> argparse.Argument
     parser.add_argument(_COMPLETION, choices=SHELLS, help="print a shell completion script (needs shtab)")
     parser.add_argument("--version", action="version", version=f"mcore-ckpt {mcore_ckpt_ext.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, what in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
         if name in words[:1] or every:
             import_module(f"mcore_ckpt_ext.cli.{name}").add_arguments(command)
     return parser

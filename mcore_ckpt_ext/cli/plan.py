@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--recompute",
-        choices=[one.value for one in Recomputation],
+        choices=[recomputation.value for recomputation in Recomputation],
         help="activation recomputation; default: as in the job that wrote the checkpoint",
     )
     parser.add_argument(
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mcore_ckpt_ext.job.assignments import parse_assignments
     from mcore_ckpt_ext.operations.layout_plan import plan
 
-    found = plan(
+    layout_plan = plan(
         arguments.path,
         arguments.gpus,
         gpus_per_node=arguments.gpus_per_node,
@@ -98,45 +98,49 @@ def run(arguments: argparse.Namespace) -> int:
         facts=facts_of(arguments),
         arguments=parse_assignments(arguments.argument),
     )
-    return report(arguments, "plan", found, page=plan_page, show=_show, exit_code=0 if found.fits else 1)
+    return report(arguments, "plan", layout_plan, page=plan_page, show=_show, exit_code=0 if layout_plan.fits else 1)
 
 
-def _show(found: LayoutPlan) -> None:
-    line(found.path)
-    size = "" if found.gpu_memory is None else f"{format_bytes(found.gpu_memory)}, "
+def _show(plan: LayoutPlan) -> None:
+    line(plan.path)
+    size = "" if plan.gpu_memory is None else f"{format_bytes(plan.gpu_memory)}, "
     table(
         [
-            ("written by", found.old_layout or "no job"),
-            ("for", f"{found.gpus} GPUs, Megatron {found.megatron_version} ({found.megatron_version_source})"),
-            ("parameters", f"{found.parameters:,}"),
-            ("memory of a GPU", f"{size}{found.gpu_memory_source}"),
+            ("written by", plan.old_layout or "no job"),
+            ("for", f"{plan.gpus} GPUs, Megatron {plan.megatron_version} ({plan.megatron_version_source})"),
+            ("parameters", f"{plan.parameters:,}"),
+            ("memory of a GPU", f"{size}{plan.gpu_memory_source}"),
         ]
     )
-    if found.unknown:
-        line(f"  missing from the checkpoint, defaults assumed: {', '.join(found.unknown)}; set them with --argument")
-    if found.layouts:
-        _show_layouts(found)
+    if plan.unknown:
+        line(f"  missing from the checkpoint, defaults assumed: {', '.join(plan.unknown)}; set them with --argument")
+    if plan.layouts:
+        _show_layouts(plan)
     else:
         line()
-        line(Painted(f"no layout of {found.gpus} GPUs is accepted", BAD))
-    if not found.fits:
-        _show_what_excludes(found)
+        line(Painted(f"no layout of {plan.gpus} GPUs is accepted", BAD))
+    if not plan.fits:
+        _show_what_excludes(plan)
 
 
-def _show_layouts(found: LayoutPlan) -> None:
-    listed = len(found.layouts)
+def _show_layouts(plan: LayoutPlan) -> None:
+    listed = len(plan.layouts)
     heading(
-        f"layouts that Megatron accepts: {listed} of {found.accepted}, best first"
-        if listed < found.accepted
+        f"layouts that Megatron accepts: {listed} of {plan.accepted}, best first"
+        if listed < plan.accepted
         else f"layouts that Megatron accepts: {listed}, best first"
     )
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
-    table((_cells(one)[:shown_columns] for one in found.layouts), header=_HEADER[:shown_columns], right=(2, 4, 6))
-    _show_virtual_stages(found.layouts)
-    _show_data(found.layouts)
-    _show_differences(found.layouts)
-    best = found.layouts[0]
+    table(
+        (_cells(planned)[:shown_columns] for planned in plan.layouts),
+        header=_HEADER[:shown_columns],
+        right=(2, 4, 6),
+    )
+    _show_virtual_stages(plan.layouts)
+    _show_data(plan.layouts)
+    _show_differences(plan.layouts)
+    best = plan.layouts[0]
     heading(f"flags for {best.layout}")
     line(f"  {best.flags}")
     if best.removed_flags:
@@ -147,7 +151,7 @@ def _show_layouts(found: LayoutPlan) -> None:
     line(
         f"  memory of the fullest GPU: weights {format_bytes(memory.weights)}, "
         f"gradients {format_bytes(memory.gradients)}, optimizer {format_bytes(memory.optimizer)}, "
-        f"activations {_activations(found)}"
+        f"activations {_activations(plan)}"
     )
     line(f"  and for a while: {_short_lived(memory)}; CUDA and NCCL {format_bytes(memory.context)}")
     if memory.host:
@@ -156,12 +160,18 @@ def _show_layouts(found: LayoutPlan) -> None:
         f"  read by all ranks: {format_bytes(best.read_in_all)}; "
         f"with --ckpt-ext-read-once: {format_bytes(best.read_once)}"
     )
-    line(f"  to rehearse it: --gpus {found.gpus} --rehearse '{_in_pins(best)}'")
-    if found.fewer:
+    line(f"  to rehearse it: --gpus {plan.gpus} --rehearse '{_in_pins(best)}'")
+    if plan.fewer:
         heading("layouts of fewer GPUs that keep the tensor parallel size and the batch")
         rows = (
-            (str(one.gpus), one.layout, format_bytes(one.memory.total), _batch(one), f"{one.bubble:.0%}")
-            for one in found.fewer
+            (
+                str(planned.gpus),
+                planned.layout,
+                format_bytes(planned.memory.total),
+                _batch(planned),
+                f"{planned.bubble:.0%}",
+            )
+            for planned in plan.fewer
         )
         table(rows, header=("GPUs", "layout", "memory", "batch", "bubble"), right=(0, 2, 4))
 
@@ -169,9 +179,9 @@ def _show_layouts(found: LayoutPlan) -> None:
 def _show_virtual_stages(layouts: Sequence[PlannedLayout]) -> None:
     """Name the layouts that stand for others, which differ in virtual stages alone."""
     by_stages: dict[str, list[str]] = {}
-    for one in layouts:
-        if one.virtual_stages:
-            by_stages.setdefault(format_ranks(sorted(one.virtual_stages)), []).append(one.layout)
+    for planned in layouts:
+        if planned.virtual_stages:
+            by_stages.setdefault(format_ranks(sorted(planned.virtual_stages)), []).append(planned.layout)
     for stages, names in by_stages.items():
         line(f"  or with VPP {stages}: {join_some(names)}")
 
@@ -179,10 +189,10 @@ def _show_virtual_stages(layouts: Sequence[PlannedLayout]) -> None:
 def _show_data(layouts: Sequence[PlannedLayout]) -> None:
     """Name the layouts under which the data does not go on in its order, or only with this package."""
     by_sentence: dict[str, list[str]] = {}
-    for one in layouts:
-        if one.data.is_remarkable:
-            hint = f"; it goes on with {one.data.hint}" if one.data.hint else ""
-            by_sentence.setdefault(f"{one.data.sentence}{hint}", []).append(one.layout)
+    for planned in layouts:
+        if planned.data.is_remarkable:
+            hint = f"; it goes on with {planned.data.hint}" if planned.data.hint else ""
+            by_sentence.setdefault(f"{planned.data.sentence}{hint}", []).append(planned.layout)
     for sentence, names in by_sentence.items():
         line(f"  {sentence}: {'all' if len(names) == len(layouts) else join_some(names)}")
 
@@ -190,16 +200,16 @@ def _show_data(layouts: Sequence[PlannedLayout]) -> None:
 def _show_differences(layouts: Sequence[PlannedLayout]) -> None:
     """Name the layouts under which training computes the same but for rounding, and why others do not."""
     by_sentence: dict[str, list[str]] = {}
-    for one in layouts:
-        by_sentence.setdefault(sentence_of(one.differences), []).append(one.layout)
+    for planned in layouts:
+        by_sentence.setdefault(sentence_of(planned.differences), []).append(planned.layout)
     for sentence, names in by_sentence.items():
         line(f"  {sentence}: {'all' if len(names) == len(layouts) else join_some(names)}")
 
 
-def _in_pins(one: PlannedLayout) -> str:
+def _in_pins(planned: PlannedLayout) -> str:
     """Return the sizes of a layout for `--rehearse`, without default sizes."""
-    assumed = with_defaults({"tensor": one.sizes["tp"]}) | {"tensor": 1}
-    named = [f"{label}={one.sizes[label]}" for label, name in PINS.items() if one.sizes[label] != assumed[name]]
+    assumed = with_defaults({"tensor": planned.sizes["tp"]}) | {"tensor": 1}
+    named = [f"{label}={planned.sizes[label]}" for label, name in PINS.items() if planned.sizes[label] != assumed[name]]
     return " ".join(named) or "tp=1"
 
 
@@ -209,62 +219,62 @@ def _short_lived(memory: Memory) -> str:
     return ", or ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size) or "nothing"
 
 
-def _activations(found: LayoutPlan) -> str:
-    lacking = [name for name in ("seq_length", "hidden_size") if name in found.unknown]
+def _activations(plan: LayoutPlan) -> str:
+    lacking = [name for name in ("seq_length", "hidden_size") if name in plan.unknown]
     return (
         f"not known without {lacking[0]}"
         if lacking
-        else f"{format_bytes(found.layouts[0].memory.activations)} (an estimate)"
+        else f"{format_bytes(plan.layouts[0].memory.activations)} (an estimate)"
     )
 
 
-def _show_what_excludes(found: LayoutPlan) -> None:
-    if found.least_memory is not None:
+def _show_what_excludes(plan: LayoutPlan) -> None:
+    if plan.least_memory is not None:
         line()
-        least = f"{format_bytes(found.least_memory)} ({found.least_layout})"
+        least = f"{format_bytes(plan.least_memory)} ({plan.least_layout})"
         line(Painted(f"no layout fits: the smallest needs {least}", BAD))
         line("hint: --recompute full keeps fewer activations; --all lists every layout")
-    elif found.nearest:
+    elif plan.nearest:
         heading("why the nearest layouts are excluded")
-        table(found.nearest)
+        table(plan.nearest)
 
 
-def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
+def _cells(planned: PlannedLayout) -> tuple[str | Painted, ...]:
     return (
-        one.layout,
-        _split(one),
-        format_bytes(one.memory.total),
-        _fit(one),
-        f"{one.bubble:.0%}",
-        _batch(one),
-        format_bytes(one.read_per_rank),
-        _seconds(one),
-        "yes" if one.stock_resumes else "no",
+        planned.layout,
+        _split(planned),
+        format_bytes(planned.memory.total),
+        _fit(planned),
+        f"{planned.bubble:.0%}",
+        _batch(planned),
+        format_bytes(planned.read_per_rank),
+        _seconds(planned),
+        "yes" if planned.stock_resumes else "no",
     )
 
 
-def _batch(one: PlannedLayout) -> str:
+def _batch(planned: PlannedLayout) -> str:
     """Return micro batch / global batch; a question mark for an unknown one."""
-    return f"{one.micro_batch_size} / {one.global_batch_size or '?'}"
+    return f"{planned.micro_batch_size} / {planned.global_batch_size or '?'}"
 
 
-def _split(one: PlannedLayout) -> str:
+def _split(planned: PlannedLayout) -> str:
     """Return the number of layers per pipeline rank: `4`, or `1 to 4` if they differ."""
-    counts = one.layers_per_stage
+    counts = planned.layers_per_stage
     if len(set(counts)) <= 1:
         return str(counts[0]) if counts else ""
     return f"{min(counts)} to {max(counts)}"
 
 
-def _fit(one: PlannedLayout) -> str | Painted:
-    if one.fits is None:
+def _fit(planned: PlannedLayout) -> str | Painted:
+    if planned.fits is None:
         return Painted("?", REMARKABLE)
-    return Painted("yes", GOOD) if one.fits else Painted("no", BAD)
+    return Painted("yes", GOOD) if planned.fits else Painted("no", BAD)
 
 
-def _seconds(one: PlannedLayout) -> str:
+def _seconds(planned: PlannedLayout) -> str:
     return (
-        format_bytes(one.read_in_all)
-        if one.seconds is None
-        else f"{format_bytes(one.read_in_all)}, {one.seconds:,.0f} s"
+        format_bytes(planned.read_in_all)
+        if planned.seconds is None
+        else f"{format_bytes(planned.read_in_all)}, {planned.seconds:,.0f} s"
     )

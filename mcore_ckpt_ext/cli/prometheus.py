@@ -91,10 +91,14 @@ def metrics(
         quick: only metadata was checked; the label `depth` of each metric distinguishes quick and full verifications.
         file: name of the file of metrics, the label `file`: the collector refuses two files with the same series.
     """
-    found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
+    all_metrics = [
+        *_of_run(exit_code, seconds),
+        *(_of_result(result) if result else ()),
+        *(_of_disk(disk) if disk else ()),
+    ]
     depth = "quick" if quick else "full"
     labels = f'path="{_escaped(_absolute(path))}",depth="{depth}",file="{_escaped(file)}"'
-    return "".join(text for metric in found for text in _lines(labels, metric))
+    return "".join(text for metric in all_metrics for text in _lines(labels, metric))
 
 
 def _absolute(path: str) -> str:

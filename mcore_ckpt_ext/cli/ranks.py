@@ -45,7 +45,7 @@ def place_among_ranks(environment: Mapping[str, str]) -> Place | None:
         return Place(*(int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
     if not started_by_srun(environment):
         return None
-    total, nodes = (int(environment[f"SLURM_STEP_NUM_{what}"]) for what in ("TASKS", "NODES"))
+    total, nodes = (int(environment[f"SLURM_STEP_NUM_{unit}"]) for unit in ("TASKS", "NODES"))
     return Place(int(environment["SLURM_PROCID"]), total, int(environment["SLURM_LOCALID"]), total // nodes)
 
 
@@ -85,7 +85,7 @@ def first_node(nodes: str) -> str:
     Raises:
         UsageError: the list is invalid.
     """
-    found = _FIRST_NODE.match(nodes)
-    if found is None:
+    match = _FIRST_NODE.match(nodes)
+    if match is None:
         raise UsageError("the first node of this job is unknown", found=nodes, hint="set MASTER_ADDR")
-    return found["name"] + (found["number"] or "")
+    return match["name"] + (match["number"] or "")

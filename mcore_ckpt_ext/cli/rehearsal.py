@@ -54,11 +54,11 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
             raise UsageError("this option requires --rehearse", found=given[0], expected="--rehearse")
         return
     facts = [name for name in vars(arguments) if name.startswith("fact_")]
-    own = {**_OF_LIST, **dict.fromkeys(facts)}
-    given = [name for name, default in own.items() if getattr(arguments, name) != default]
+    defaults = {**_OF_LIST, **dict.fromkeys(facts)}
+    given = [name for name, default in defaults.items() if getattr(arguments, name) != default]
     if given:
-        found = f"--{given[0].removeprefix('fact_').replace('_', '-')}"
-        raise UsageError("this option has no effect on a rehearsal", found=found, hint="leave it out")
+        flag = f"--{given[0].removeprefix('fact_').replace('_', '-')}"
+        raise UsageError("this option has no effect on a rehearsal", found=flag, hint="leave it out")
 
 
 def run_rehearsal(arguments: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
 
     sizes = sizes_in(" ".join(arguments.rehearse))
     with the_team(join=arguments.join) as team:
-        found = rehearse(
+        rehearsal = rehearse(
             arguments.path,
             arguments.gpus,
             sizes,
@@ -79,28 +79,30 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
             changes=parse_assignments(arguments.change),
             team=team,
         )
-        exit_code = 0 if found.will_succeed else 1
+        exit_code = 0 if rehearsal.will_succeed else 1
         if team.rank == 0:
-            report(arguments, "plan", found, page=plan_page, show=_show, exit_code=exit_code)
+            report(arguments, "plan", rehearsal, page=plan_page, show=_show, exit_code=exit_code)
     return exit_code
 
 
-def _show(found: Rehearsal) -> None:
-    line(found.path)
+def _show(rehearsal: Rehearsal) -> None:
+    line(rehearsal.path)
     table(
         [
-            ("written by", found.old_layout),
-            ("rehearsed", f"{found.new_layout}, {found.gpus} GPUs, Megatron {found.megatron_version}"),
-            *((("optimizer", found.optimizer_format),) if found.optimizer_format else ()),
-            *((("loaded by", found.loaded_by),) if found.loaded_by else ()),
-            *((("because of", found.why),) if found.why else ()),
+            ("written by", rehearsal.old_layout),
+            ("rehearsed", f"{rehearsal.new_layout}, {rehearsal.gpus} GPUs, Megatron {rehearsal.megatron_version}"),
+            *((("optimizer", rehearsal.optimizer_format),) if rehearsal.optimizer_format else ()),
+            *((("loaded by", rehearsal.loaded_by),) if rehearsal.loaded_by else ()),
+            *((("because of", rehearsal.why),) if rehearsal.why else ()),
         ]
     )
-    if found.refusal is not None:
+    if rehearsal.refusal is not None:
         heading(
-            "this resume will be refused" if not found.is_verbatim else "this resume will be refused; the job prints"
+            "this resume will be refused"
+            if not rehearsal.is_verbatim
+            else "this resume will be refused; the job prints"
         )
-        for text in found.refusal.splitlines():
+        for text in rehearsal.refusal.splitlines():
             line(Painted(text, BAD))
         return
     heading("checked")
@@ -108,32 +110,32 @@ def _show(found: Rehearsal) -> None:
         [
             (
                 "optimizer",
-                f"{found.elements:,} elements of {found.parameters:,} parameters on {found.gpus:,} ranks, "
-                f"each found once; placed by {' and '.join(found.order_sources)}",
+                f"{rehearsal.elements:,} elements of {rehearsal.parameters:,} parameters on {rehearsal.gpus:,} ranks, "
+                f"each found once; placed by {' and '.join(rehearsal.order_sources)}",
             ),
-            ("weights", f"{found.weights:,} elements, each found once"),
-            ("masters", _proof(found)),
+            ("weights", f"{rehearsal.weights:,} elements, each found once"),
+            ("masters", _proof(rehearsal)),
             (
                 "to be read",
-                f"{format_bytes(found.bytes_read)} by all ranks, of which the optimizer "
-                f"{format_bytes(found.optimizer_bytes_read)}, as the job's line says",
+                f"{format_bytes(rehearsal.bytes_read)} by all ranks, of which the optimizer "
+                f"{format_bytes(rehearsal.optimizer_bytes_read)}, as the job's line says",
             ),
-            *((("data", found.data.sentence.removeprefix("data: ")),) if found.data else ()),
+            *((("data", rehearsal.data.sentence.removeprefix("data: ")),) if rehearsal.data else ()),
         ]
     )
     heading("taken for granted")
-    for condition in found.given:
+    for condition in rehearsal.given:
         line(f"  {condition}")
-    if found.flags:
+    if rehearsal.flags:
         heading("flags")
-        line(f"  {found.flags}")
+        line(f"  {rehearsal.flags}")
     line()
-    what = f"iteration {found.iteration} as {found.new_layout}, {format_bytes(found.bytes_read)} to read"
-    line(Painted(f"{_WILL_SUCCEED}: {what}", GOOD))
+    summary = f"iteration {rehearsal.iteration} as {rehearsal.new_layout}, {format_bytes(rehearsal.bytes_read)} to read"
+    line(Painted(f"{_WILL_SUCCEED}: {summary}", GOOD))
 
 
-def _proof(found: Rehearsal) -> str:
-    if not found.proven:
+def _proof(rehearsal: Rehearsal) -> str:
+    if not rehearsal.proven:
         return "none: masters and weights are derived from each other"
-    how = "all" if found.is_full_proof else "samples of every parameter; --full compares all"
-    return f"{found.proven:,} masters {found.proof} ({how})"
+    how = "all" if rehearsal.is_full_proof else "samples of every parameter; --full compares all"
+    return f"{rehearsal.proven:,} masters {rehearsal.proof} ({how})"

@@ -120,12 +120,14 @@ def start_ranks(order: Order) -> Ended:
 def _show(report: Report) -> None:
     table(_cells(report.rows), header=_HEADER, right=[5])
     line()
-    line(f"{report.ranks} x {report.device}; {', '.join(f'{name} {found}' for name, found in report.versions.items())}")
+    line(
+        f"{report.ranks} x {report.device}; {', '.join(f'{name} {number}' for name, number in report.versions.items())}"
+    )
     if report.folder is not None:
         line(f"logs and checkpoints: {report.folder}")
-    failed = [one for one in report.rows if one.outcome == "FAILED"]
-    for one in failed:
-        text = f"{one.model}, {one.layout}, {one.format}, {one.check}: {'; '.join(one.details)}"
+    failed = [row for row in report.rows if row.outcome == "FAILED"]
+    for row in failed:
+        text = f"{row.model}, {row.layout}, {row.format}, {row.check}: {'; '.join(row.details)}"
         for part in text.splitlines():
             line(Painted(part, BAD))
     line(Painted("PASS", GOOD) if report.passed else Painted(f"FAILED: {len(failed)} of {len(report.rows)}", BAD))
@@ -135,13 +137,13 @@ def _cells(rows: tuple[Row, ...]) -> list[tuple[object, ...]]:
     bits = {None: "", True: "yes", False: Painted("NO", BAD)}
     return [
         (
-            one.model,
-            one.layout,
-            one.format,
-            one.check,
-            bits[one.bits_equal],
-            f"{one.seconds:.1f}" if one.seconds else "",
-            Painted(f"skipped: {one.details[0]}" if one.outcome == "skipped" else one.outcome, _STYLES[one.outcome]),
+            row.model,
+            row.layout,
+            row.format,
+            row.check,
+            bits[row.bits_equal],
+            f"{row.seconds:.1f}" if row.seconds else "",
+            Painted(f"skipped: {row.details[0]}" if row.outcome == "skipped" else row.outcome, _STYLES[row.outcome]),
         )
-        for one in rows
+        for row in rows
     ]

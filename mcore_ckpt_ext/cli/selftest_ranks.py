@@ -68,10 +68,10 @@ class Team:
     def follow(self) -> int:
         """Run the orders of the first process, and return its exit code."""
         while True:
-            wanted = self._exchange(0)
-            if isinstance(wanted, int):
-                return wanted
-            path, port = wanted
+            order = self._exchange(0)
+            if isinstance(order, int):
+                return order
+            path, port = order
             self._run_rank(Path(path), port, lambda: 0, _FOR_EVER)
 
     def _run_order(self, order: Order) -> Ended:
@@ -80,9 +80,9 @@ class Team:
         self._exchange((str(path), port))
         return self._run_rank(path, port, lambda: len(read_results(order.results)), self._patience)
 
-    def _exchange(self, wanted: Wanted) -> Wanted:
+    def _exchange(self, order: Wanted) -> Wanted:
         """Return what the first process wants; what the others pass does not count."""
-        return self._processes.gather(wanted)[0]
+        return self._processes.gather(order)[0]
 
     def _run_rank(self, order: Path, port: int, progress: Callable[[], object], patience: float) -> Ended:
         place = self._place

@@ -61,19 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
         check_place(arguments.html)
     with the_team(join=arguments.join) as team:
         is_measured = arguments.prometheus is not None and team.rank == 0
-        found = _measured(arguments, team) if is_measured else _verify(arguments, team)
+        verification = _measured(arguments, team) if is_measured else _verify(arguments, team)
         if team.rank == 0 and arguments.html is not None:
             from mcore_ckpt_ext.operations.check_results import verification_result
 
-            write_page(arguments.html, verification_page(verification_result(found)))
+            write_page(arguments.html, verification_page(verification_result(verification)))
             message(f"wrote {arguments.html}")
         if team.rank == 0 and arguments.json:
             from mcore_ckpt_ext.operations.check_results import verification_result
 
-            print_result("verify", verification_result(found), _exit_code(found))
+            print_result("verify", verification_result(verification), _exit_code(verification))
         elif team.rank == 0:
-            _show(found, show_all=arguments.all)
-    return _exit_code(found)
+            _show(verification, show_all=arguments.all)
+    return _exit_code(verification)
 
 
 def _verify(arguments: argparse.Namespace, team: Communicator) -> Verification:
@@ -106,43 +106,48 @@ def _measured(arguments: argparse.Namespace, team: Communicator) -> Verification
     file = arguments.prometheus.name
     begin = time.monotonic()
     try:
-        found = _verify(arguments, team)
+        verification = _verify(arguments, team)
     except CheckpointError:
         seconds = time.monotonic() - begin
         text = prometheus.metrics(arguments.path, _UNREADABLE, seconds, quick=arguments.quick, file=file)
         prometheus.write_metrics(arguments.prometheus, text)
         raise
     seconds = time.monotonic() - begin
-    disk = prometheus.disk_of(as_path(found.path))
-    result = verification_result(found)
-    text = prometheus.metrics(arguments.path, _exit_code(found), seconds, result, disk, quick=found.quick, file=file)
+    disk = prometheus.disk_of(as_path(verification.path))
+    result = verification_result(verification)
+    text = prometheus.metrics(
+        arguments.path, _exit_code(verification), seconds, result, disk, quick=verification.quick, file=file
+    )
     prometheus.write_metrics(arguments.prometheus, text)
-    return found
+    return verification
 
 
-def _exit_code(found: Verification) -> int:
-    return 0 if found.sound else 1
+def _exit_code(verification: Verification) -> int:
+    return 0 if verification.sound else 1
 
 
-def _show(found: Verification, *, show_all: bool) -> None:
-    line(found.path)
-    failed = {finding.check for finding in found.findings if finding.severity == "error"}
-    table(_row(name, name in failed, found.checks) for name in dict.fromkeys(check.name for check in found.checks))
-    if found.findings:
+def _show(verification: Verification, *, show_all: bool) -> None:
+    line(verification.path)
+    failed = {finding.check for finding in verification.findings if finding.severity == "error"}
+    table(
+        _row(name, name in failed, verification.checks)
+        for name in dict.fromkeys(check.name for check in verification.checks)
+    )
+    if verification.findings:
         heading("findings")
-        for findings in alike(found.findings, _kind_of_finding):
+        for findings in alike(verification.findings, _kind_of_finding):
             listed = findings if show_all or len(findings) <= _SHOWN + 1 else findings[:_SHOWN]
             for finding in listed:
                 line(f"  {finding.severity}, {finding.check}: {finding.where}: {finding.what}")
             if len(listed) < len(findings):
                 line(f"  and {len(findings) - len(listed):,} more like the last; --all lists them")
-    errors = sum(finding.severity == "error" for finding in found.findings)
+    errors = sum(finding.severity == "error" for finding in verification.findings)
     line()
-    if found.recorded:
-        line(f"recorded in {found.recorded}")
-    depth = ": metadata only, data not read" if found.quick else ""
-    if found.sound:
-        rest = found.account.in_words if found.account else ""
+    if verification.recorded:
+        line(f"recorded in {verification.recorded}")
+    depth = ": metadata only, data not read" if verification.quick else ""
+    if verification.sound:
+        rest = verification.account.in_words if verification.account else ""
         line(Painted("; ".join(filter(None, (f"sound{depth}", rest))), GOOD))
     else:
         line(Painted(f"NOT SOUND: {counted(errors, 'error')}", BAD))

@@ -47,8 +47,8 @@ def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
         return []
     to_come = sizes_to_come(job, consumed)
     if job.decrease_batch_size_if_needed:
-        return [one for one in to_come if one.size < step]
-    return [one for one in to_come if one.size % step]
+        return [batch for batch in to_come if batch.size < step]
+    return [batch for batch in to_come if batch.size % step]
 
 
 def ramp_divisor(job: JobArguments) -> int:

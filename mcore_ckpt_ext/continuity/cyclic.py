@@ -121,7 +121,7 @@ def as_argument(history: Sequence[ReadingLayout]) -> list[dict[str, Any]] | None
     """Return a history as the value of the argument that checkpoints carry; None if nothing has changed."""
     if len(history) < 2:
         return None
-    return [asdict(one) for one in history]
+    return [asdict(layout) for layout in history]
 
 
 def _recorded(written: JobArguments) -> list[ReadingLayout]:
@@ -241,6 +241,6 @@ def micro_batches(
     sample_at = epoch.sample_at(permutation)
     # Within a step, Megatron deals single samples to the ranks if the data is not sharded.
     first, apart = (rank * layout.micro_batch, 1) if layout.is_sharded else (rank, layout.data_parallel)
-    own = range(first, first + layout.micro_batch * apart, apart)
+    places = range(first, first + layout.micro_batch * apart, apart)
     for step in range(consumed - epoch.start, epoch.end - epoch.start, layout.step):
-        yield [sample_at(step + place) for place in own]
+        yield [sample_at(step + place) for place in places]

@@ -136,7 +136,7 @@ def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
     verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else EACH_ONCE if is_recut else SAME_ORDER
     sample = _consumed(written)
     layouts = ReadingLayout.of(written), ReadingLayout.of(running)
-    is_moved = None not in layouts and len({one.reads for one in layouts if one is not None}) > 1
+    is_moved = None not in layouts and len({layout.reads for layout in layouts if layout is not None}) > 1
     return DataOrder(
         verdict=verdict,
         sample=sample,
@@ -255,7 +255,7 @@ def _comparable(name: str, job: JobArguments) -> Any:
     value = job.raw.get(name)
     if name == "dataloader_type":
         return _loader(job)
-    return [str(one) for one in value] if isinstance(value, (list, tuple)) else value or None
+    return [str(part) for part in value] if isinstance(value, (list, tuple)) else value or None
 
 
 def _weights(blend: Any) -> list[str]:

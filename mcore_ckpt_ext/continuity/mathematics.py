@@ -73,7 +73,7 @@ def _balances(job: JobArguments, kinds: tuple[str, ...]) -> bool:
     weight = job.raw.get("moe_aux_loss_coeff")
     names = [chosen] if isinstance(chosen, str) else list(chosen)
     weights = weight if isinstance(weight, (list, tuple)) else [weight] * len(names)
-    has_weight = [name for name, own in zip(names, weights, strict=False) if own]
+    has_weight = [name for name, loss_weight in zip(names, weights, strict=False) if loss_weight]
     return bool(job.num_experts) and any(name in kinds for name in has_weight)
 
 
@@ -270,7 +270,7 @@ def differences(
     return tuple(
         Difference(row.feature, dimensions, row.effect, row.kind, row.source, row.size)
         for row in DEPENDENCIES
-        if (dimensions := tuple(one for one in row.dimensions if one in changed))
+        if (dimensions := tuple(dimension for dimension in row.dimensions if dimension in changed))
         and row.applies(job)
         and row.releases(version)
     )
@@ -289,7 +289,7 @@ def differences_of_jobs(written: JobArguments, running: JobArguments, version: V
 
 def is_same_training(found: Iterable[Difference]) -> bool:
     """Return True if nothing differs but rounding and what is drawn by chance."""
-    return all(one.kind == BY_CHANCE for one in found)
+    return all(difference.kind == BY_CHANCE for difference in found)
 
 
 def sentence_of(found: Sequence[Difference]) -> str:
@@ -297,8 +297,10 @@ def sentence_of(found: Sequence[Difference]) -> str:
     if not found:
         return SAME_TRAINING
     if is_same_training(found):
-        return f"{SAME_TRAINING} and {', '.join(one.feature for one in found)}, which draws other elements"
-    reasons = (f"{one.feature}: {one.effect}" for one in found if one.kind != BY_CHANCE)
+        return (
+            f"{SAME_TRAINING} and {', '.join(difference.feature for difference in found)}, which draws other elements"
+        )
+    reasons = (f"{difference.feature}: {difference.effect}" for difference in found if difference.kind != BY_CHANCE)
     return f"not the same training: {'; '.join(reasons)}"
 
 

@@ -26,18 +26,18 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     Raises:
         UsageError: a text does not have this form, or a name is given twice.
     """
-    found: dict[str, Any] = {}
+    assignments: dict[str, Any] = {}
     for text in texts:
         name, given, value = text.partition("=")
         if not given or not name.isidentifier():
             raise UsageError("an argument has no name, or no value", found=shorten(text), expected="NAME=VALUE")
-        if name in found:
+        if name in assignments:
             raise UsageError("an argument is given twice", found=shorten(name), expected="each name once")
         try:
-            found[name] = _WORDS[value] if value in _WORDS else json.loads(value)
+            assignments[name] = _WORDS[value] if value in _WORDS else json.loads(value)
         except (ValueError, RecursionError):
-            found[name] = value if (pattern := _pattern(value)) is None else pattern
-    return found
+            assignments[name] = value if (pattern := _pattern(value)) is None else pattern
+    return assignments
 
 
 def _pattern(text: str) -> list[int] | None:

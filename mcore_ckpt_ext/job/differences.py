@@ -27,7 +27,7 @@ def differing_arguments(written: JobArguments, running: JobArguments) -> list[st
         sources = [complete(job) for job in (written, running)]
     except UnsupportedCheckpointError:
         return []  # one of them is not fully described
-    found = []
+    texts = []
     for name, row in _ROWS.items():
         before, now = (source.get(name) for source in sources)
         conditions = row.effect.only_with if isinstance(row.effect, Changes) else ()
@@ -35,8 +35,8 @@ def differing_arguments(written: JobArguments, running: JobArguments) -> list[st
             condition.holds(source.get) for condition in conditions for source in sources
         )
         if name in written.raw and name in running.raw and before != now and has_effect:
-            found.append(f"{name} {format_value(before)}, now {format_value(now)}")
-    return found
+            texts.append(f"{name} {format_value(before)}, now {format_value(now)}")
+    return texts
 
 
 @contextmanager

@@ -143,10 +143,10 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
             {**self.raw, **changes}, source=source or self.source, version=self.version, is_complete=self.is_complete
         )
 
-    def _refused(self, name: str, found: str, expected: str) -> UnreadableCheckpointError:
+    def _refused(self, name: str, invalid_value: str, expected: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
             "an argument of the job has an invalid value",
-            found=f"{name}: {found}",
+            found=f"{name}: {invalid_value}",
             expected=expected,
             where=self.source,
         )

@@ -86,20 +86,20 @@ def complete(job: JobArguments) -> ModelArguments:
         UnsupportedCheckpointError: the size of the model is unknown, or the arguments come from another training loop
             and leave open what the model computes (see `_check_stated`).
     """
-    known = {name: value for name in MODEL_ARGUMENTS if (value := job.value_of(name)) is not None}
+    arguments = {name: value for name in MODEL_ARGUMENTS if (value := job.value_of(name)) is not None}
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
         if (value := getattr(job, old)) is not None:
-            known.setdefault(new, value)
-    _complete_sizes(known, job)
-    if known.get("add_bias_linear") is False:  # as `validate_args` (arguments.py, core_v0.7.0 to 0.19.2)
-        known.setdefault("bias_gelu_fusion", False)
+            arguments.setdefault(new, value)
+    _complete_sizes(arguments, job)
+    if arguments.get("add_bias_linear") is False:  # as `validate_args` (arguments.py, core_v0.7.0 to 0.19.2)
+        arguments.setdefault("bias_gelu_fusion", False)
     if job.use_rotary_position_embeddings:
-        known["position_embedding_type"] = "rope"
+        arguments["position_embedding_type"] = "rope"
     if not job.is_complete:
-        _check_stated(job, known)
-        if known.get("gated_linear_unit") and any(known.get(name) for name in _GATED):
-            known["gated_linear_unit"] = False  # their flags imply the gate (`core_transformer_config_from_args`)
-    return ModelArguments(job=job, values={**_DEFAULTS, **known})
+        _check_stated(job, arguments)
+        if arguments.get("gated_linear_unit") and any(arguments.get(name) for name in _GATED):
+            arguments["gated_linear_unit"] = False  # their flags imply the gate (`core_transformer_config_from_args`)
+    return ModelArguments(job=job, values={**_DEFAULTS, **arguments})
 
 
 def _complete_sizes(values: dict[str, Any], job: JobArguments) -> None:
@@ -120,20 +120,20 @@ def _complete_sizes(values: dict[str, Any], job: JobArguments) -> None:
     values["moe_ffn_hidden_size"] = values.get("moe_ffn_hidden_size") or values["ffn_hidden_size"]
 
 
-def _check_stated(job: JobArguments, known: Mapping[str, Any]) -> None:
+def _check_stated(job: JobArguments, arguments: Mapping[str, Any]) -> None:
     """Refuse a job of another training loop that leaves open what its model computes.
 
     Raises:
         UnsupportedCheckpointError: the kind or base of its positions is unknown, or its activation.
     """
-    if "position_embedding_type" not in known:
+    if "position_embedding_type" not in arguments:
         raise UnsupportedCheckpointError(
             "the kind of positions of the checkpoint is unknown",
             expected="position_embedding_type",
             where=job.source,
             hint="pass the one used in training, for example --argument position_embedding_type=rope",
         )
-    if known["position_embedding_type"] in _ROTARY and "rotary_base" not in known:
+    if arguments["position_embedding_type"] in _ROTARY and "rotary_base" not in arguments:
         raise UnsupportedCheckpointError(
             "the rotary base of the checkpoint is unknown",
             expected="rotary_base",
@@ -141,7 +141,7 @@ def _check_stated(job: JobArguments, known: Mapping[str, Any]) -> None:
             hint="pass the value used in training, for example --argument rotary_base=500000; with scaled "
             "positions also use_rope_scaling and rope_scaling_factor",
         )
-    if not known.keys() & _ACTIVATIONS:
+    if not arguments.keys() & _ACTIVATIONS:
         raise UnsupportedCheckpointError(
             "the activation of the checkpoint is unknown",
             expected="swiglu",

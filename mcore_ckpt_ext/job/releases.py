@@ -108,9 +108,9 @@ def releases_by_arguments(arguments: Arguments) -> tuple[tuple[Version, str] | N
         The oldest and the newest possible release; None for each that no argument shows.
     """
     lacking = [arguments.absent_in_version(name) for name in FIRST_ARGUMENTS]
-    known = max((place for place, lacks in enumerate(lacking) if not lacks), default=-1)
-    first = (KNOWN[known + 1], FIRST_ARGUMENTS[known]) if known >= 0 else None
-    last = (KNOWN[known + 1], FIRST_ARGUMENTS[known + 1]) if known + 1 < len(lacking) else None
+    newest = max((place for place, lacks in enumerate(lacking) if not lacks), default=-1)
+    first = (KNOWN[newest + 1], FIRST_ARGUMENTS[newest]) if newest >= 0 else None
+    last = (KNOWN[newest + 1], FIRST_ARGUMENTS[newest + 1]) if newest + 1 < len(lacking) else None
     return first, last
 
 

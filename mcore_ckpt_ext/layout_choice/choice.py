@@ -71,5 +71,5 @@ class Choice:
         The job's flag is kept. To train experts under tensor parallelism it is required (`MoELayer.forward`,
         megatron/core/transformer/moe/moe_layer.py). `validate_args` disables it without tensor parallelism.
         """
-        wanted = bool(self.job.raw.get("sequence_parallel")) or bool(self.job.num_experts)
-        return self.layout.tensor > 1 and wanted
+        is_needed = bool(self.job.raw.get("sequence_parallel")) or bool(self.job.num_experts)
+        return self.layout.tensor > 1 and is_needed

@@ -116,12 +116,12 @@ def choose(
     """
     result = ElasticChoice()
     scales = _Scales(job, table, old, request, buffers)
-    own, reason = own_layout(job, request.gpus, request.version)
+    job_layout, reason = own_layout(job, request.gpus, request.version)
     if reason is None:
-        result.chosen = next(iter(scales.weighed(own).found), None)
+        result.chosen = next(iter(scales.weighed(job_layout).found), None)
         if result.chosen is not None:
             return result
-    usual = next((one.memory.total for one in scales.weighed(old).found), None)
+    usual = next((candidate.memory.total for candidate in scales.weighed(old).found), None)
     limit = _limit(request, usual)
     result.chosen = _first(scales, usual, limit, result)
     if result.chosen is None and request.memory is None and limit is not None:
@@ -146,7 +146,7 @@ def _first(scales: _Scales, usual: int | None, limit: int | None, result: Elasti
             continue
         group = order[:2]
         best += _accepted(scales.weighed(layout), limit, result)
-    return min(best, key=lambda one: elastic_key(one, old, request, usual), default=None)
+    return min(best, key=lambda candidate: elastic_key(candidate, old, request, usual), default=None)
 
 
 def elastic_key(
@@ -254,22 +254,22 @@ class _Scales:
     def _weights_and_gradients(self) -> tuple[int, int]:
         """Bytes outside experts, and of experts."""
         totals = [0, 0]
-        for one in self.table.parameters:
-            width = one.weight_bytes + self.buffers.gradient_bytes * one.is_trained
-            totals[one.expert is not None] += prod(one.shape) * width
+        for parameter in self.table.parameters:
+            width = parameter.weight_bytes + self.buffers.gradient_bytes * parameter.is_trained
+            totals[parameter.expert is not None] += prod(parameter.shape) * width
         return totals[0], totals[1]
 
 
-def _accepted(found: Search, limit: int | None, result: ElasticChoice) -> Iterator[FoundLayout]:
+def _accepted(outcome: Search, limit: int | None, result: ElasticChoice) -> Iterator[FoundLayout]:
     """Yield the layouts that fit; the result learns why others do not."""
-    result.reasons += [(str(layout), reason) for _, layout, reason in found.nearest.values()]
-    for one in found.found:
-        needed = one.memory.total
+    result.reasons += [(str(layout), reason) for _, layout, reason in outcome.nearest.values()]
+    for candidate in outcome.found:
+        needed = candidate.memory.total
         if limit is None or needed <= limit:
-            yield one
+            yield candidate
             continue
         result.least_memory = min(needed, result.least_memory or needed)
-        result.reasons.append((str(one.choice.layout), f"a GPU would need {format_bytes(needed)}"))
+        result.reasons.append((str(candidate.choice.layout), f"a GPU would need {format_bytes(needed)}"))
 
 
 def _candidates(
@@ -279,7 +279,7 @@ def _candidates(
     layers = job.num_layers or 1
     node = request.gpus_per_node
     tensors = sorted({old.tensor, *(size for size in range(1, node + 1) if node % size == 0)})
-    found = []
+    candidates = []
     for tensor in tensors:
         for pipeline in range(1, layers + 3):
             ranks = tensor * pipeline * old.context
@@ -293,8 +293,8 @@ def _candidates(
                 for parallel in _with_experts(layout, old, job):
                     most = old.virtual_pipeline if pipeline > 1 else 1
                     staged = (replace(parallel, virtual_pipeline=chunks) for chunks in range(1, most + 1))
-                    found += [_ranked(one, job, old, request) for one in staged]
-    return sorted(found, key=lambda one: one[0])
+                    candidates += [_ranked(staged_layout, job, old, request) for staged_layout in staged]
+    return sorted(candidates, key=lambda candidate: candidate[0])
 
 
 def _data_sizes(job: JobArguments, request: ElasticRequest, most: int) -> Sequence[int]:

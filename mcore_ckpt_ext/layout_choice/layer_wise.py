@@ -55,9 +55,9 @@ def dealt(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
     """Return the rank of each parameter; of equal sizes, matrices come first, as Muon's groups do."""
     order = np.lexsort((~is_matrix, elements))
     turn = np.arange(len(order)) % (2 * ranks)
-    found = np.empty_like(order)
-    found[order] = np.where(turn < ranks, turn, 2 * ranks - 1 - turn)
-    return found
+    owners = np.empty_like(order)
+    owners[order] = np.where(turn < ranks, turn, 2 * ranks - 1 - turn)
+    return owners
 
 
 def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high_bandwidth: bool = False) -> Packing:
@@ -111,18 +111,18 @@ def layer_wise_stages(
     is_separate = layout.separates_experts
     dense = table.local(layout.tensor, layout.expert_tensor, None if is_separate else 0)
     experts = table.local(layout.tensor, layout.expert_tensor, layout.expert) if is_separate else None
-    found = []
+    stages = []
     for pipeline, stage in enumerate(held):
         chunks = _chunks(dense, ranges, pipeline, table.copies)
         ranks = layout.data * layout.context
         shared = _shared_out(stage.dense, dense, chunks, ranks, rule, high_bandwidth)
         if experts is None:
-            found.append(StageHolding(shared, stage.experts))
+            stages.append(StageHolding(shared, stage.experts))
             continue
         chunks = _chunks(experts, ranges, pipeline, 0)
-        own = _shared_out(stage.experts, experts, chunks, layout.expert_data, rule, high_bandwidth)
-        found.append(StageHolding(shared, own))
-    return tuple(found)
+        shared_experts = _shared_out(stage.experts, experts, chunks, layout.expert_data, rule, high_bandwidth)
+        stages.append(StageHolding(shared, shared_experts))
+    return tuple(stages)
 
 
 def _chunks(local: LocalColumns, ranges: Sequence[Sequence[range]], pipeline: int, copies: int) -> Iterator[Numbers]:

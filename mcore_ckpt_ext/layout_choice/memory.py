@@ -137,11 +137,11 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
         is_shared = has_shards or holding.shared_state > 0
         whole = holding.whole_state // ranks if has_shards else holding.whole_state
         state = ceil(holding.shared_state * padded / trained / ranks) + whole
-        own = padded // ranks if is_shared else padded
+        held_elements = padded // ranks if is_shared else padded
         moved = round(state * buffers.offloaded)
         host += moved
-        optimizer += state - moved + round(min(own * buffers.kept_on_device, state) * buffers.offloaded)
-        steps.append(own)
+        optimizer += state - moved + round(min(held_elements * buffers.kept_on_device, state) * buffers.offloaded)
+        steps.append(held_elements)
     layers = max(sum(len(span) for span in spans) for spans in choice.split.ranges()) if choice.split else 1
     # Megatron-FSDP gathers a layer while the next one is in use.
     temporary = 2 * gathered // max(layers, 1)

@@ -140,8 +140,8 @@ def _layers(job: JobArguments) -> tuple[tuple[Part, ...], ...]:
     """
     if is_hybrid(job):
         pattern = str(job.hybrid_layer_pattern or job.raw.get("hybrid_override_pattern") or "").partition("/")[0]
-        known = {part.value: part for part in Part}
-        return tuple((known.get(letter, Part.FEED_FORWARD),) for letter in pattern.replace("|", ""))
+        parts_by_letter = {part.value: part for part in Part}
+        return tuple((parts_by_letter.get(letter, Part.FEED_FORWARD),) for letter in pattern.replace("|", ""))
     return tuple((_mixer(job, layer), _feed_forward(job, layer)) for layer in range(job.num_layers or 0))
 
 

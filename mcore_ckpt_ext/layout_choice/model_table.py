@@ -105,15 +105,15 @@ class _Totals:
 
     def holding(self, spans: Sequence[range], ends: Sequence[int], copies: int) -> Holding:
         """Return the totals of these layers, and of parameters before the first and after the last one."""
-        found = np.zeros_like(self.before)
+        totals = np.zeros_like(self.before)
         for span in spans:
-            found += self.inside[span.stop] - self.inside[span.start]
+            totals += self.inside[span.stop] - self.inside[span.start]
         if BEFORE_LAYERS in ends:
-            found += self.before
+            totals += self.before
         if AFTER_LAYERS in ends:
-            found += self.after
-        found += copies * self.copied
-        return Holding(*found.tolist())
+            totals += self.after
+        totals += copies * self.copied
+        return Holding(*totals.tolist())
 
 
 def embedding_copies(job: JobArguments) -> int:
@@ -205,7 +205,7 @@ class ModelTable:
     @cached_property
     def stored_bytes(self) -> int:
         """Bytes of all weights and all optimizer state in the checkpoint, each element counted once."""
-        widths = ((prod(one.shape), one.weight_bytes + one.stored_bytes) for one in self.parameters)
+        widths = ((prod(tensor.shape), tensor.weight_bytes + tensor.stored_bytes) for tensor in self.parameters)
         return sum(elements * width for elements, width in widths)
 
     def indivisible(self, tensor: int, expert_tensor: int) -> str | None:
@@ -223,12 +223,12 @@ class ModelTable:
     @cached_property
     def _cut_sizes(self) -> Mapping[tuple[int, int, bool], str]:
         """The distinct sizes of sharded axes, each with the name of one parameter that has it."""
-        found: dict[tuple[int, int, bool], str] = {}
-        for one in self.parameters:
-            if one.cut is not None and not one.is_vocabulary:
-                key = (one.shape[one.cut.axis], one.cut.bands, one.expert is not None)
-                found.setdefault(key, one.name)
-        return found
+        names_by_size: dict[tuple[int, int, bool], str] = {}
+        for parameter in self.parameters:
+            if parameter.cut is not None and not parameter.is_vocabulary:
+                key = (parameter.shape[parameter.cut.axis], parameter.cut.bands, parameter.expert is not None)
+                names_by_size.setdefault(key, parameter.name)
+        return names_by_size
 
     def stages(
         self, ranges: Sequence[Sequence[range]], tensor: int, expert_tensor: int, expert: int
@@ -245,18 +245,18 @@ class ModelTable:
         dense = self._totals(tensor, expert_tensor, None if is_separate else 0)
         experts = self._totals(tensor, expert_tensor, expert) if is_separate else None
         last = len(ranges) - 1
-        found = []
+        holdings = []
         for rank, spans in enumerate(ranges):
             places = [*(span for span in spans if span)]
             ends = ([BEFORE_LAYERS] if rank == 0 else []) + ([AFTER_LAYERS] if rank == last else [])
             copies = self.copies if rank == last and last > 0 else 0
-            found.append(
+            holdings.append(
                 StageHolding(
                     dense.holding(places, ends, copies),
                     Holding() if experts is None else experts.holding(places, ends, 0),
                 )
             )
-        return found
+        return holdings
 
     def local(self, tensor: int, expert_tensor: int, expert: int | None) -> LocalColumns:
         """Return one rank's part of every parameter.
@@ -276,7 +276,7 @@ class ModelTable:
         elif expert == 0:
             chosen = np.ones_like(is_expert)
         else:
-            experts = 1 + max((one.expert or 0 for one in self.parameters), default=0)
+            experts = 1 + max((parameter.expert or 0 for parameter in self.parameters), default=0)
             chosen = is_expert & (columns["expert"] < experts // expert)
         ranks = np.where(is_expert, expert_tensor, tensor)
         whole = np.where(columns["rows"] > 0, columns["rest"] * self.padded_rows(tensor), columns["numel"])
@@ -333,18 +333,18 @@ class ModelTable:
 
         all_of = self.parameters
         return {
-            "numel": column(prod(one.shape) for one in all_of),
-            "rest": column(prod(one.shape[1:]) for one in all_of),
-            "rows": column(one.shape[0] if one.is_vocabulary else 0 for one in all_of),
-            "cut": column(-1 if one.cut is None else one.cut.axis for one in all_of),
+            "numel": column(prod(tensor.shape) for tensor in all_of),
+            "rest": column(prod(tensor.shape[1:]) for tensor in all_of),
+            "rows": column(tensor.shape[0] if tensor.is_vocabulary else 0 for tensor in all_of),
+            "cut": column(-1 if tensor.cut is None else tensor.cut.axis for tensor in all_of),
             "matrix_columns": column(
-                one.shape[1] if len(one.shape) == 2 and not one.is_vocabulary else 0 for one in all_of
+                tensor.shape[1] if len(tensor.shape) == 2 and not tensor.is_vocabulary else 0 for tensor in all_of
             ),
-            "expert": column(-1 if one.expert is None else one.expert for one in all_of),
-            "place": column(one.place for one in all_of),
-            "weight_bytes": column(one.weight_bytes for one in all_of),
-            "state_bytes": column(one.state_bytes for one in all_of),
-            "stored_bytes": column(one.stored_bytes for one in all_of),
-            "is_distributed": column(one.is_distributed for one in all_of),
-            "is_trained": column(one.is_trained for one in all_of),
+            "expert": column(-1 if tensor.expert is None else tensor.expert for tensor in all_of),
+            "place": column(tensor.place for tensor in all_of),
+            "weight_bytes": column(tensor.weight_bytes for tensor in all_of),
+            "state_bytes": column(tensor.state_bytes for tensor in all_of),
+            "stored_bytes": column(tensor.stored_bytes for tensor in all_of),
+            "is_distributed": column(tensor.is_distributed for tensor in all_of),
+            "is_trained": column(tensor.is_trained for tensor in all_of),
         }

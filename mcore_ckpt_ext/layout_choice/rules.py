@@ -38,7 +38,7 @@ def _world_size(choice: Choice) -> str | None:
 
 def _factors(number: int) -> str:
     """Return the prime factors of a number: `2^7 x 3`."""
-    found = list[str]()
+    powers = list[str]()
     prime = 2
     while number > 1:
         power = 0
@@ -48,9 +48,9 @@ def _factors(number: int) -> str:
             number = number // prime
             power = power + 1
         if power:
-            found.append(f"{prime}^{power}" if power > 1 else f"{prime}")
+            powers.append(f"{prime}^{power}" if power > 1 else f"{prime}")
         prime += 1
-    return " x ".join(found) or "1"
+    return " x ".join(powers) or "1"
 
 
 def _rank_order(choice: Choice) -> str | None:
@@ -74,12 +74,12 @@ def _optimizer_instances(choice: Choice) -> str | None:
     """
     layout = choice.layout
     instances = choice.instances
-    for ranks, what in (
+    for ranks, label in (
         (layout.data * layout.context, "data-parallel ranks"),
         (layout.expert_data, "ranks of experts"),
     ):
         if ranks % instances:
-            return f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} {what}"
+            return f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} {label}"
     return None
 
 

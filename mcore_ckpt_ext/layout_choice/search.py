@@ -108,7 +108,7 @@ class Search:
         """The excluded layout that is nearest to the old one, and the reason; None if a layout is accepted."""
         if self.found:
             return None
-        _, layout, reason = min(self.nearest.values(), key=lambda one: one[0])
+        _, layout, reason = min(self.nearest.values(), key=lambda exclusion: exclusion[0])
         return layout, reason
 
     def exclude(self, rule: str, distance: float, layout: ParallelLayout, reason: str) -> None:
@@ -235,7 +235,7 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
     return None if request.memory is None or request.is_least else False
 
 
-def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
+def _rank(candidate: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
     """Return a sort key, best first.
 
     What fits, keeps the batch and the mathematics comes first. A job that ran on several GPUs goes on in its form, its
@@ -244,17 +244,22 @@ def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tupl
     many GPUs of a node as possible share the experts, and there are no more virtual stages than that takes, which send
     more between stages ("Performance tips in PP and VPP sizing", Megatron-Bridge's docs/performance-guide.md).
     """
-    choice, layout, node = one.choice, one.choice.layout, request.gpus_per_node
-    acceptable = (not one.fits, one.fits is False, not one.keeps_batch, not one.keeps_mathematics)
+    choice, layout, node = candidate.choice, candidate.choice.layout, request.gpus_per_node
+    acceptable = (
+        not candidate.fits,
+        candidate.fits is False,
+        not candidate.keeps_batch,
+        not candidate.keeps_mathematics,
+    )
     if old.world > 1:
-        idle = int(one.bubble / _IDLE_STEP)
-        order: tuple[object, ...] = (one.changes, leaves_node(layout, old, node), idle, distance(layout, old))
+        idle = int(candidate.bubble / _IDLE_STEP)
+        order: tuple[object, ...] = (candidate.changes, leaves_node(layout, old, node), idle, distance(layout, old))
     else:
-        is_crowded = request.memory is not None and one.memory.total > request.memory * (1 - ROOM)
+        is_crowded = request.memory is not None and candidate.memory.total > request.memory * (1 - ROOM)
         idle = int(idle_fraction(choice) / _IDLE_STEP)
         shared_experts = min(layout.expert, node)
-        order = (*guidance(choice, node), is_crowded, idle, one.changes, -shared_experts, layout.virtual_pipeline)
-    return (*acceptable, *order, one.memory.total)
+        order = (*guidance(choice, node), is_crowded, idle, candidate.changes, -shared_experts, layout.virtual_pipeline)
+    return (*acceptable, *order, candidate.memory.total)
 
 
 def join_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, list[int]]]:
@@ -263,10 +268,10 @@ def join_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout,
     Numbers that are not as acceptable, because they do not fit or change the batch, are left out.
     """
     rows: dict[ParallelLayout, tuple[FoundLayout, list[int]]] = {}
-    for one in found:
-        layout = one.choice.layout
-        first, others = rows.setdefault(replace(layout, virtual_pipeline=1), (one, []))
-        if one is not first and (one.fits, one.keeps_batch) == (first.fits, first.keeps_batch):
+    for candidate in found:
+        layout = candidate.choice.layout
+        first, others = rows.setdefault(replace(layout, virtual_pipeline=1), (candidate, []))
+        if candidate is not first and (candidate.fits, candidate.keeps_batch) == (first.fits, first.keeps_batch):
             others.append(layout.virtual_pipeline)
     return list(rows.values())
 

@@ -199,5 +199,5 @@ def recomputation_of(job: JobArguments, wanted: str | None) -> Recomputation:
         raise UsageError(
             "unknown activation recomputation",
             found=str(text)[:40],
-            expected=", ".join(one.value for one in Recomputation),
+            expected=", ".join(recomputation.value for recomputation in Recomputation),
         ) from None

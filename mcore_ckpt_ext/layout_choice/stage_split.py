@@ -41,13 +41,13 @@ class StageSplit:
 
     def ranges(self) -> list[list[range]]:
         """Return global decoder layers by `[pipeline rank][virtual stage]`, in Megatron's interleaved order."""
-        found: list[list[range]] = [[] for _ in self.layers]
+        ranges: list[list[range]] = [[] for _ in self.layers]
         following = 0
         for stage in range(len(self.layers[0])):
             for rank, counts in enumerate(self.layers):
-                found[rank].append(range(following, following + counts[stage]))
+                ranges[rank].append(range(following, following + counts[stage]))
                 following += counts[stage]
-        return found
+        return ranges
 
 
 def stage_splits(
@@ -85,18 +85,18 @@ def _candidates(
         # A pattern may name its segments; `layers_by_chunk` checks whether they fit.
         yield {name: job.value(name) for name in _SPLIT_ARGUMENTS if not name.startswith("account_for")}
         return
-    own = {name: job.value(name) for name in _SPLIT_ARGUMENTS}
+    split_arguments = {name: job.value(name) for name in _SPLIT_ARGUMENTS}
     old = ParallelLayout.from_arguments(job)
-    text = own["pipeline_model_parallel_layout"]
-    has_own = any(own.values()) and (text is None or isinstance(text, str))
+    text = split_arguments["pipeline_model_parallel_layout"]
+    has_own = any(split_arguments.values()) and (text is None or isinstance(text, str))
     if has_own and (old.pipeline, old.virtual_pipeline) == (pipeline, virtual):
-        yield own
+        yield split_arguments
     accounted = {name: bool(job.value(name)) for name in _SPLIT_ARGUMENTS if name.startswith("account_for")}
     if any(accounted.values()):
         yield accounted
     yield {}
     if has_own:
-        yield own
+        yield split_arguments
     share = -(-total // pipeline)
     for full in (share, share + share % virtual):
         last = total - full * (pipeline - 1)

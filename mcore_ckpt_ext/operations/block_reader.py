@@ -58,10 +58,10 @@ class BlockReader:
             CheckpointError: the source is damaged or incomplete.
         """
         for placed in record.content if record.quantized is None else record.quantized.content:
-            wanted = placed.wanted
+            target = placed.wanted
             if placed.arranged is not None:
-                wanted = replace(wanted, slice=Slice.whole(wanted.slice.regions))
-            for plan in plans_of(wanted, self._source, self._accept_lost):
+                target = replace(target, slice=Slice.whole(target.slice.regions))
+            for plan in plans_of(target, self._source, self._accept_lost):
                 for copy in plan.copies:
                     self._transfer.locate(copy.extent)
 
@@ -90,13 +90,13 @@ class BlockReader:
 
     def _fill_content(self, record: Record | None, block: Block, elements: torch.Tensor) -> list[Piece]:
         rooms = [(placed, elements[placed.start : placed.stop]) for placed in block.content]
-        known = self._read([(placed.wanted, room) for placed, room in rooms if placed.arranged is None])
+        pieces = self._read([(placed.wanted, room) for placed, room in rooms if placed.arranged is None])
         for placed, room in rooms:
             self._read_arranged(placed, room)
             if record is not None and record.dtype == "float16":
                 _check_fits_float16(placed, room, self._read_placed if placed.arranged is None else self._read_arranged)
         begins = {id(room): placed.start * room.element_size() for placed, room in rooms}
-        return [(begins[id(room)] + start, begins[id(room)] + stop, crc) for room, (start, stop, crc) in known]
+        return [(begins[id(room)] + start, begins[id(room)] + stop, crc) for room, (start, stop, crc) in pieces]
 
     def _read_placed(self, placed: WriteItem, room: torch.Tensor) -> None:
         self._read([(placed.wanted, room)])
@@ -104,25 +104,25 @@ class BlockReader:
     def _read(self, parts: Sequence[tuple[TargetSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
         """Read slices: copy stored values, compute derived ones. Return the known pieces, with their memory."""
         stored = []
-        for wanted, room in parts:
-            if derivation_of(self._source, wanted.kind, wanted.slice.regions[0].name) is None:
-                stored.append((wanted, room))
+        for target, room in parts:
+            if derivation_of(self._source, target.kind, target.slice.regions[0].name) is None:
+                stored.append((target, room))
             else:
-                room.copy_(read_wanted(self._source, self._transfer, wanted, self._accept_lost))
+                room.copy_(read_wanted(self._source, self._transfer, target, self._accept_lost))
         return self._read_stored(stored)
 
     def _read_stored(self, parts: Sequence[tuple[TargetSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
         """Read slices, and verify the masters among them before any rounding."""
         exact = [
-            torch.empty(room.numel()) if wanted.kind == FP32_PARAM and room.dtype != torch.float32 else room
-            for wanted, room in parts
+            torch.empty(room.numel()) if target.kind == FP32_PARAM and room.dtype != torch.float32 else room
+            for target, room in parts
         ]
-        plan = make_plan([wanted for wanted, _ in parts], self._source, self._accept_lost)
+        plan = make_plan([target for target, _ in parts], self._source, self._accept_lost)
         self._transfer.execute(plan, exact)
         pieces = self._checksums.add_plan(plan, exact, self._transfer.locate)
-        for index, ((wanted, room), values) in enumerate(zip(parts, exact, strict=True)):
-            if wanted.kind == FP32_PARAM and not self._derives_weights:
-                self._prove(wanted, values, plan, index)
+        for index, ((target, room), values) in enumerate(zip(parts, exact, strict=True)):
+            if target.kind == FP32_PARAM and not self._derives_weights:
+                self._prove(target, values, plan, index)
             if values is not room:
                 room.copy_(values)
         return [(parts[target][1], piece) for target, piece in pieces if exact[target] is parts[target][1]]
@@ -140,20 +140,20 @@ class BlockReader:
         ordered = elements.view(reading.shape).permute(reading.order).reshape(-1)
         room.copy_(ordered[reading.before : reading.before + room.numel()])
 
-    def _prove(self, wanted: TargetSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
-        tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
+    def _prove(self, target: TargetSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
+        tensors = {name: self._weight(name, tensor) for name, tensor in target.tensors.items()}
         dtype = next(iter(tensors.values())).dtype
         weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))
-        weight_plan = make_plan([replace(wanted, kind=WEIGHT, tensors=tensors)], self._source)
+        weight_plan = make_plan([replace(target, kind=WEIGHT, tensors=tensors)], self._source)
         self._transfer.execute(weight_plan, [weights])
         for fill in plan.fills:
             if fill.target == index:
                 # These masters are not stored: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
-        proof_at_stored_scales(self._source, wanted.tensors, self._proof, self._transfer).check(
+        proof_at_stored_scales(self._source, target.tensors, self._proof, self._transfer).check(
             masters,
             weights,
-            lambda position: f"element {position} of a part of {wanted.slice.regions[0].name}",
+            lambda position: f"element {position} of a part of {target.slice.regions[0].name}",
             ": use another iteration",
         )
         with self._lock:

@@ -57,7 +57,8 @@ class VerificationResult:
 def verification_result(found: Verification) -> VerificationResult:
     """Return one result for each known check, and each finding with its check's id."""
     problems = (
-        Problem(one.severity, IDS[one.check], one.where, one.file, one.offset, one.what) for one in found.findings
+        Problem(finding.severity, IDS[finding.check], finding.where, finding.file, finding.offset, finding.what)
+        for finding in found.findings
     )
     checks = tuple(_checks(found))
     return VerificationResult(
@@ -73,11 +74,11 @@ def verification_result(found: Verification) -> VerificationResult:
     )
 
 
-def _checks(found: Verification) -> Iterator[CheckResult]:
-    failed = {finding.check for finding in found.findings if finding.severity == "error"}
-    ended = COVERED not in {check.name for check in found.checks}
+def _checks(verification: Verification) -> Iterator[CheckResult]:
+    failed = {finding.check for finding in verification.findings if finding.severity == "error"}
+    ended = COVERED not in {check.name for check in verification.checks}
     for name, identifier in IDS.items():
-        of_check = [check for check in found.checks if check.name == name]
+        of_check = [check for check in verification.checks if check.name == name]
         done = any(check.done for check in of_check)
         extent = tuple(check.extent for check in of_check)
         if name in failed:
@@ -86,7 +87,7 @@ def _checks(found: Verification) -> Iterator[CheckResult]:
             yield CheckResult(identifier, "passed", extent)
         elif of_check:
             yield CheckResult(identifier, "skipped", extent)
-        elif found.quick and name in OF_CONTENT:
+        elif verification.quick and name in OF_CONTENT:
             yield CheckResult(identifier, "skipped", ("--quick checks metadata only",))
         elif ended and name not in OPTIONAL:
             yield CheckResult(identifier, "skipped", ("an earlier check failed",))

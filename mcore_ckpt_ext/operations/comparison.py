@@ -102,14 +102,14 @@ def _comparison(
     pictures: bool,
     team: Communicator,
 ) -> Comparison:
-    known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
+    common_kinds = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
     if any(side.checkpoint.format_reader.is_model_folder for side in sides):
-        known = [kind for kind in known if all(kind in side.kinds for side in sides)]
-    if kinds is not None and (unknown := [kind for kind in kinds if kind not in known]):
+        common_kinds = [kind for kind in common_kinds if all(kind in side.kinds for side in sides)]
+    if kinds is not None and (unknown := [kind for kind in kinds if kind not in common_kinds]):
         raise UnsupportedCheckpointError(
-            "neither checkpoint has the kinds to compare", found=", ".join(known), expected=", ".join(unknown)
+            "neither checkpoint has the kinds to compare", found=", ".join(common_kinds), expected=", ".join(unknown)
         )
-    chosen = [kind for kind in known if (kind in kinds if kinds is not None else _counts(kind, sides))]
+    chosen = [kind for kind in common_kinds if (kind in kinds if kinds is not None else _counts(kind, sides))]
     for side in sides:
         held = [kind for kind in chosen if kind in side.kinds]
         raise_first_contradiction(side.checkpoint, check_stored_once(side.checkpoint, held))
@@ -167,8 +167,8 @@ def _differing_copies(side: _Side, kinds: Sequence[str], team: Communicator) -> 
     def look(share: Sequence[tuple[str, str]]) -> Iterator[list[str]]:
         return (differing_copies_of(side.checkpoint, kind, name, shifted[kind], side.transfer) for kind, name in share)
 
-    found = map_shares(team, look, held, lambda pair: side.nbytes(*pair))
-    return tuple(text for of_one in found for text in of_one)
+    texts_of_tensors = map_shares(team, look, held, lambda pair: side.nbytes(*pair))
+    return tuple(text for of_one in texts_of_tensors for text in of_one)
 
 
 def _account(side: _Side, chosen: Sequence[str], kinds: Sequence[str] | None) -> Account:
@@ -236,13 +236,13 @@ class _Side:
         return self._names.get(kind, [])
 
     def tensor(self, kind: str, name: str) -> LogicalTensor:
-        found = self.source.logical_tensor(kind, name)
-        if found is None:
+        tensor = self.source.logical_tensor(kind, name)
+        if tensor is None:
             where = f"{kind} {name}, {self.checkpoint.folder}"
             raise UnsupportedCheckpointError("a tensor has no elements", where=where)
-        if self.rows and in_vocabulary(name) and found.shape[0] > self.rows:
-            return replace(found, shape=(self.rows, *found.shape[1:]))
-        return found
+        if self.rows and in_vocabulary(name) and tensor.shape[0] > self.rows:
+            return replace(tensor, shape=(self.rows, *tensor.shape[1:]))
+        return tensor
 
     @property
     def vocabulary(self) -> str:
@@ -257,11 +257,14 @@ class _Side:
 
     def shifted(self) -> int:
         """Return the number of weights that are stored plus 1; in a coarse dtype they were rounded."""
-        extents = ([one.extent for one in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
-        return sum(any(isinstance(extent, TransposeCodec) and extent.shift for extent in found) for found in extents)
+        extents = ([stored.extent for stored in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
+        return sum(
+            any(isinstance(extent, TransposeCodec) and extent.shift for extent in extents_of_weight)
+            for extents_of_weight in extents
+        )
 
-    def read(self, kind: str, wanted: Slice) -> torch.Tensor:
-        return read_slice(self.source, self.transfer, kind, wanted, allocate=self._rooms.of(kind))
+    def read(self, kind: str, target: Slice) -> torch.Tensor:
+        return read_slice(self.source, self.transfer, kind, target, allocate=self._rooms.of(kind))
 
 
 def _compare_tensor(
@@ -275,10 +278,10 @@ def _compare_tensor(
     row = prod(a.shape[1:])
     common = min(prod(a.shape), prod(b.shape))
     tally = Tally(MapBuilder(a.shape) if pictures else None)
-    for wanted in blocks((Region.whole(a.name, a.shape),), common):
-        of_a = sides[0].read(kind, wanted)
-        of_b = sides[1].read(kind, Slice((Region.whole(b.name, b.shape),), wanted.start, wanted.stop))
-        tally.count(of_a, of_b, wanted.start)
+    for block in blocks((Region.whole(a.name, a.shape),), common):
+        of_a = sides[0].read(kind, block)
+        of_b = sides[1].read(kind, Slice((Region.whole(b.name, b.shape),), block.start, block.stop))
+        tally.count(of_a, of_b, block.start)
         counter.add(of_a.nbytes)
     padding = None
     if a.shape != b.shape:
@@ -306,7 +309,7 @@ def _padding(tensor: LogicalTensor, side: _Side, label: str, kind: str, begin: i
         (begin // max(row, 1), *(0 for _ in tensor.shape[1:])),
         (tensor.shape[0] - begin // max(row, 1), *tensor.shape[1:]),
     )
-    nonzero = sum(int((side.read(kind, wanted) != 0).sum()) for wanted in blocks((rows,)))
+    nonzero = sum(int((side.read(kind, block) != 0).sum()) for block in blocks((rows,)))
     return PaddingRows(label, rows.sizes[0], nonzero)
 
 

@@ -66,15 +66,15 @@ def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedChec
         return _tracked(tracker, iterations)
     path = inner_folder(path)
     stored = index if index is not None and index.is_of(path) else FolderIndex(path)
-    found = format_of(path, stored)
-    if _is_iteration(path, found):
+    folder_format = format_of(path, stored)
+    if _is_iteration(path, folder_format):
         return LocatedCheckpoint(path, tuple(_ahead_of_tracker(path)), stored)
-    if found is not None:
+    if folder_format is not None:
         return LocatedCheckpoint(path, (), stored)
     if not iterations:
         raise no_checkpoint(path)
-    what = "missing, although there are iterations: no save has finished, since Megatron writes it last"
-    return LocatedCheckpoint(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), what),))
+    message = "missing, although there are iterations: no save has finished, since Megatron writes it last"
+    return LocatedCheckpoint(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), message),))
 
 
 def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpoint:
@@ -86,9 +86,9 @@ def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpo
     newer = [entry.name for number, entry in sorted(iterations.items()) if named is not None and number > named]
     findings = []
     if newer:
-        what = f"it names {named}, but there is {join_some(newer)}: a save did not finish, or this file was edited; "
-        what += f"verify {newer[-1]} to see whether it is complete"
-        findings.append(warning(COMPLETE, where, what))
+        message = f"it names {named}, but there is {join_some(newer)}: a save did not finish, or this file was edited; "
+        message += f"verify {newer[-1]} to see whether it is complete"
+        findings.append(warning(COMPLETE, where, message))
     if not folder.is_dir():
         others = join_some([entry.name for entry in iterations.values()]) or "no other iteration"
         findings.append(error(COMPLETE, where, f"it names {folder.name}, which does not exist; the run has {others}"))
@@ -100,24 +100,24 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
     number = iteration_number(folder)
     tracker = read_tracker(folder.parent / TRACKER_FILE)
     if number is not None and tracker and tracker.iteration is not None and tracker.iteration < number:
-        what = f"it names iteration {tracker.iteration}: this save was not finished, or not the last"
-        yield warning(COMPLETE, str(tracker.path), what)
+        message = f"it names iteration {tracker.iteration}: this save was not finished, or not the last"
+        yield warning(COMPLETE, str(tracker.path), message)
 
 
-def _is_iteration(path: Path, found: Format | None) -> bool:
-    """Return True if a folder is an iteration of a job, finished or not; `found` is its format, if known."""
-    known = (CONFIG_FILE, METADATA_FILE, "common.pt")
-    files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None
-    return files or (found is not None and found.is_iteration)
+def _is_iteration(path: Path, folder_format: Format | None) -> bool:
+    """Return True if a folder is an iteration of a job, finished or not; `folder_format` is its format, if known."""
+    names = (CONFIG_FILE, METADATA_FILE, "common.pt")
+    files = any((path / name).exists() for name in names) or next(path.glob("__*.distcp"), None) is not None
+    return files or (folder_format is not None and folder_format.is_iteration)
 
 
 def check_folder(stored: FolderIndex) -> list[Finding]:
     """Check the files without which nothing else can be checked, in the folder of an index."""
     folder = stored.folder
-    found = format_of(folder, stored)
-    if found is None and not _is_iteration(folder, found):
+    folder_format = format_of(folder, stored)
+    if folder_format is None and not _is_iteration(folder, folder_format):
         return [error(COMPLETE, str(folder), "the folder contains no file of a checkpoint")]
-    required = _OF_UNFINISHED if found is None else found.required_files
+    required = _OF_UNFINISHED if folder_format is None else folder_format.required_files
     missing = [name for name in required if not (folder / name).exists()]
     return [error(COMPLETE, str(folder / name), _WITHOUT[name], name) for name in missing]
 
@@ -128,8 +128,8 @@ def check_index_file(folder: Path) -> Iterator[Finding]:
         try:
             check_plans(folder)
         except ContentError as problem:
-            what = f"the ranks' plans at its end cannot be read, and stock Megatron fails to load it: {problem}"
-            yield error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE)
+            message = f"the ranks' plans at its end cannot be read, and stock Megatron fails to load it: {problem}"
+            yield error(COMPLETE, str(folder / METADATA_FILE), message, METADATA_FILE)
 
 
 class _Record(NamedTuple):
@@ -153,9 +153,9 @@ def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], s
     findings = []
     failed = set()
     for file, records in sorted(by_file.items()):
-        found = list(_check_file(reader, file, records))
-        findings += found
-        failed |= {file} if found else set()
+        findings_of_file = list(_check_file(reader, file, records))
+        findings += findings_of_file
+        failed |= {file} if findings_of_file else set()
     folder = reader.folder
     unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
     if unknown:

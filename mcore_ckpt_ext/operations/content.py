@@ -126,8 +126,8 @@ class ContentCheck:
             if self._digest_tensors
         }
         proof = proof_at_stored_scales(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
-        for wanted in blocks((region,)):
-            values = {kind: self._read(kind, wanted) for kind in held}
+        for target in blocks((region,)):
+            values = {kind: self._read(kind, target) for kind in held}
             for kind, block in values.items():
                 count_values(kind, block, tallies[kind])
                 if kind in hashes:
@@ -136,29 +136,29 @@ class ContentCheck:
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
                 if self._checkpoint.masters_are_derived(name):
-                    report.joined += wanted.numel
+                    report.joined += target.numel
                     continue
                 if (mismatch := proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
                     tally = tallies[FP32_PARAM]
                     tally.wrong += mismatch.count
                     report.wrong += mismatch.count
-                    tally.first = tally.first or (wanted.start + mismatch.position, mismatch.master, mismatch.weight)
-                report.compared += wanted.numel
+                    tally.first = tally.first or (target.start + mismatch.position, mismatch.master, mismatch.weight)
+                report.compared += target.numel
         report.digests += [hashed.digest for hashed in hashes.values()]
         for kind, tally in tallies.items():
             report.findings += _judge(kind, name, region.sizes, tally)
 
-    def _read(self, kind: str, wanted: Slice) -> torch.Tensor:
-        return read_slice(self._sources[kind], self._transfer, kind, wanted, allocate=self._rooms.of(kind))
+    def _read(self, kind: str, target: Slice) -> torch.Tensor:
+        return read_slice(self._sources[kind], self._transfer, kind, target, allocate=self._rooms.of(kind))
 
     def _check_copies(self, kind: str, name: str, report: ParameterReport) -> None:
         for copy in compared_copies(self._checkpoint, kind, name, self._transfer):
             report.copied += copy.elements
             if copy.different:
                 elements = counted(copy.different, "element")
-                what = f"copy {copy.number} differs from the first in {elements} ({copy.places})"
+                message = f"copy {copy.number} differs from the first in {elements} ({copy.places})"
                 judged = warning if is_left_by_offload(self._checkpoint, kind, name) else error
-                report.findings.append(judged(COPIES, f"{kind} {name}", what))
+                report.findings.append(judged(COPIES, f"{kind} {name}", message))
 
     def _check_shifted(
         self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor], report: ParameterReport
@@ -166,7 +166,7 @@ class ContentCheck:
         """Compare the slot of a parameter, as Megatron wrote it, with the true places of its elements."""
         shapes = {kind: tensor.shape for kind, tensor in held.items() if kind != WEIGHT}
         wrong = {
-            kind: sum(self._wrong_in_slot(optimizer, kind, wanted) for wanted in blocks((Region.whole(name, shape),)))
+            kind: sum(self._wrong_in_slot(optimizer, kind, target) for target in blocks((Region.whole(name, shape),)))
             for kind, shape in shapes.items()
         }
         if FP32_PARAM in shapes:
@@ -175,25 +175,25 @@ class ContentCheck:
         if any(wrong.values()):
             lost = sum(last - first for kind in wrong for first, last in optimizer.lost(kind, name)) // len(wrong)
             counts = ", ".join(f"{count:,} of {kind}" for kind, count in wrong.items())
-            what = (
+            message = (
                 f"Megatron 0.15 to 0.19 wrote it shifted; elements that are not its own: {counts}; of each "
                 f"{prod(next(iter(shapes.values()))):,}, {lost:,} are lost, and this package recovers the others"
             )
-            yield error(MASTERS, name, what)
+            yield error(MASTERS, name, message)
 
-    def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
+    def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, target: Slice) -> int:
         """Return the number of elements in a slot that are not its parameter's; lost elements count, too."""
         in_slots = replace(
             SourceView.of(optimizer),
             stored=optimizer.slots,
             stored_in=lambda kind, region: optimizer.slots(kind, region.name),
         )
-        slot = bits_of(read_slice(in_slots, self._transfer, kind, wanted))
-        found = bits_of(read_slice(self._sources[kind], self._transfer, kind, wanted, accept_lost=True))
-        different = slot != found
-        (region,) = wanted.regions
+        slot = bits_of(read_slice(in_slots, self._transfer, kind, target))
+        true_bits = bits_of(read_slice(self._sources[kind], self._transfer, kind, target, accept_lost=True))
+        different = slot != true_bits
+        (region,) = target.regions
         for first, last in optimizer.lost(kind, region.name):
-            different[max(0, first - wanted.start) : max(0, last - wanted.start)] = True
+            different[max(0, first - target.start) : max(0, last - target.start)] = True
         return int(different.sum())
 
 
@@ -248,11 +248,11 @@ def check_parameters(
         equal = f"{compared - wrong:,} of {compared:,}" if wrong else f"{compared:,}"
         results.checks.append(Check(MASTERS, f"{equal} masters equal to their weights{how}", done=compared > 0))
     if joined:
-        known = " and ".join(checkpoint.optimizer.order_sources())
-        what = f"{joined:,} masters joined from weights and remainders, placed by {known}"
+        order_sources = " and ".join(checkpoint.optimizer.order_sources())
+        message = f"{joined:,} masters joined from weights and remainders, placed by {order_sources}"
         if checkpoint.weights_derived_from_masters:
-            what = f"{joined:,} masters, stored in place of the weights, which are their roundings"
-        results.checks.append(Check(MASTERS, what))
+            message = f"{joined:,} masters, stored in place of the weights, which are their roundings"
+        results.checks.append(Check(MASTERS, message))
     if copied := sum(report.copied for report in reports):
         results.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
     results.checks.append(Check(VALUES, counted(sum(report.elements for report in reports), "element")))
@@ -278,8 +278,8 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterat
     if tally.first is not None:
         position, master, weight = tally.first
         wrong = counted(tally.wrong, "master does not round to its weight", "masters do not round to their weights")
-        what = f"{wrong}; the first is {master!r} for the weight {weight!r}"
-        yield error(MASTERS, where, f"{what}, at {index_of(position, shape)}")
+        message = f"{wrong}; the first is {master!r} for the weight {weight!r}"
+        yield error(MASTERS, where, f"{message}, at {index_of(position, shape)}")
     yield from judge(where, tally)
 
 
@@ -287,8 +287,10 @@ def judge(where: str, tally: Tally, file: str | None = None, offset: int | None 
     """Report values that no training produces; `file` and `offset`: the tensor's place, if it has one."""
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):
-        what = join_some([f"{counted(count, 'element is', 'elements are')} {what}" for count, what in odd if count])
-        yield warning(VALUES, where, what, file, offset)
+        message = join_some(
+            [f"{counted(count, 'element is', 'elements are')} {adjective}" for count, adjective in odd if count]
+        )
+        yield warning(VALUES, where, message, file, offset)
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:

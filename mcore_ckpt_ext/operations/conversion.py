@@ -157,11 +157,11 @@ def convert(
     with accepting(accept_keys):
         checkpoint = open_source(source, target, of_family, facts, weights, merge)
     read = checkpoint.merged_from or [checkpoint]
-    folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
+    folders = [*(view.folder for view in read), *([as_path(weights)] if weights is not None else [])]
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
     with reraise_as_unreadable(checkpoint.folder):
-        for one in read:
-            check_no_sharded_gates(one.arguments, str(one.folder))
+        for view in read:
+            check_no_sharded_gates(view.arguments, str(view.folder))
         checkpoint, account = resolve_dropped_state(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)
@@ -172,7 +172,7 @@ def convert(
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
         reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
         findings = [*source_findings(checkpoint, with_optimizer=reads_optimizer, incomplete=bool(lost))]
-        raise_first_contradiction(checkpoint, (found for found in findings if found.severity == "error"))
+        raise_first_contradiction(checkpoint, (finding for finding in findings if finding.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)
     largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
@@ -182,7 +182,7 @@ def convert(
     notes = [
         *output.notes,
         *_left_by_offload(checkpoint),
-        *(f"{one.where}: {one.what}" for one in findings),
+        *(f"{finding.where}: {finding.what}" for finding in findings),
         *(note for folder in folders for note in _edited(folder)),
     ]
     if not dry_run:
@@ -222,8 +222,8 @@ def convert(
 
 def _edited(folder: Path) -> list[str]:
     """Return a note for each small file of a source edited or damaged since this package wrote it."""
-    found = compare_digests(folder)
-    changed = found.changed if found else ()
+    comparison = compare_digests(folder)
+    changed = comparison.changed if comparison else ()
     return [f"{folder / file.name} has changed since it was written: {file.what}" for file in changed]
 
 
@@ -247,13 +247,13 @@ def _family_named(name: str) -> Family:
 
 def _fingerprint(identity: tuple[object, ...], output: Output) -> str:
     """Hash the identity of a conversion: source, options, and all bytes known before reading tensors."""
-    found = hashlib.sha256(repr(identity).encode())
+    digest = hashlib.sha256(repr(identity).encode())
     for file in output.files:
-        found.update(repr((file.name, file.length)).encode())
+        digest.update(repr((file.name, file.length)).encode())
         for position, data in file.literals:
-            found.update(repr(position).encode())
-            found.update(data)
-    return found.hexdigest()
+            digest.update(repr(position).encode())
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, int]:
@@ -275,10 +275,10 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
 
 def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
     """Return a note if ranks hold different copies of one tensor; each process compares its share."""
-    kinds, found = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
-    on_all(team, lambda: found.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
-    count = total(team, len(found))
-    return [in_words(found, count)] if count else []
+    kinds, notes = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
+    on_all(team, lambda: notes.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
+    count = total(team, len(notes))
+    return [in_words(notes, count)] if count else []
 
 
 def _left_by_offload(checkpoint: CheckpointView) -> list[str]:

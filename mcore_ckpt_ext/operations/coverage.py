@@ -54,8 +54,8 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
     missing = overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
     absent = sum(high - low for low, high in missing)
     if absent:
-        what = f"{absent:,} of {whole.numel:,} elements are not stored anywhere; the first is {missing[0][0]}"
-        yield error(COVERED, where, what)
+        message = f"{absent:,} of {whole.numel:,} elements are not stored anywhere; the first is {missing[0][0]}"
+        yield error(COVERED, where, message)
     twice = sum(stored.slice.numel for stored in first) + absent - whole.numel
     if twice:
         yield error(COVERED, where, f"{counted(twice, 'element is', 'elements are')} stored more than once")
@@ -143,7 +143,7 @@ def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
     The other parameters and the parameter groups show which kinds belong together.
     """
     optimizer = checkpoint.optimizer
-    known = set(checkpoint.names(WEIGHT))
+    weights = set(checkpoint.names(WEIGHT))
     kinds_of: dict[str, frozenset[str]] = {}
     for kind in optimizer.kinds:
         for name in optimizer.names(kind):
@@ -152,15 +152,15 @@ def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
     all_kept = set(kinds_of.values()) if not has_lion else set()
     for name, kept in kinds_of.items():
         yield from _check_dtypes(checkpoint, name, kept)
-        if known and name not in known:
+        if weights and name not in weights:
             yield error(COVERED, name, f"it has {_listed(kept)}, but no weight: the model has no such parameter")
         lacking = sorted((more - kept for more in all_kept if kept < more), key=sorted)
         is_adams = kept <= _OF_ADAM and (EXP_AVG_SQ in kept or (EXP_AVG in kept and not has_lion))
         if not lacking and is_adams:
             lacking = [_MOMENTS - kept]
         if any(lacking) and not _needs_no_master(checkpoint, name, lacking[0]):
-            what = " or ".join(map(_listed, lacking))
-            yield error(COVERED, name, f"it has {_listed(kept)}, but no {what}")
+            kinds = " or ".join(map(_listed, lacking))
+            yield error(COVERED, name, f"it has {_listed(kept)}, but no {kinds}")
 
 
 def _check_dtypes(checkpoint: CheckpointView, name: str, kinds: Collection[str]) -> Iterator[Finding]:
@@ -201,12 +201,12 @@ def raise_first_contradiction(checkpoint: CheckpointView, findings: Iterable[Fin
     Raises:
         UnreadableCheckpointError: the error describes the first finding.
     """
-    found = next(iter(findings), None)
-    if found is not None:
+    finding = next(iter(findings), None)
+    if finding is not None:
         raise UnreadableCheckpointError(
             "the checkpoint contradicts itself",
-            found=found.what,
-            where=f"{found.where}, {checkpoint.folder}",
+            found=finding.what,
+            where=f"{finding.where}, {checkpoint.folder}",
             hint="use another iteration: this one is damaged, or mixes several checkpoints; to list every "
             "contradiction: mcore-ckpt verify PATH",
         )
@@ -221,5 +221,5 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
             if rank not in present:
                 absent.setdefault(str(rank), []).append(name)
     for place, names in absent.items():
-        what = f"its optimizer state is missing; it had {counted(len(names), 'parameter')}, the first is {names[0]}"
-        yield error(COVERED, place, what)
+        message = f"its optimizer state is missing; it had {counted(len(names), 'parameter')}, the first is {names[0]}"
+        yield error(COVERED, place, message)

@@ -57,14 +57,14 @@ class Destination:
         if not any(path.iterdir()):
             return
         self._check_iterations(path)
-        found = dict(_entries(path))
+        entries = dict(_entries(path))
         try:
-            known = re.compile("|".join(_known(path)))
+            pattern = re.compile("|".join(_known(path)))
         except ContentError as error:
             raise self._refused("the destination is not a checkpoint, so it is not replaced", str(error)) from error
-        if known.pattern == "":
-            raise self._refused("the destination is not a checkpoint, so it is not replaced", _some(found))
-        strange = [name for name, ordinary in found.items() if not (ordinary and known.fullmatch(name))]
+        if pattern.pattern == "":
+            raise self._refused("the destination is not a checkpoint, so it is not replaced", _some(entries))
+        strange = [name for name, ordinary in entries.items() if not (ordinary and pattern.fullmatch(name))]
         if strange:
             raise self._refused("the destination holds more than a checkpoint, which would be lost", _some(strange))
 
@@ -74,10 +74,10 @@ class Destination:
         if others:
             raise self._refused("the destination holds other iterations, which would be lost", _some(others))
 
-    def _refused(self, what: str, found: str) -> DestinationError:
+    def _refused(self, message: str, contents: str) -> DestinationError:
         return DestinationError(
-            what,
-            found=found,
+            message,
+            found=contents,
             expected="only files that this tool or Megatron wrote",
             where=str(self.path),
             hint="choose another folder, or move this one away",
@@ -95,37 +95,38 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
     Raises:
         DestinationError: the path is invalid or a link, lies in a source, or a source lies in it.
     """
-    found = as_path(path)
-    is_local = not is_remote(found)
+    folder = as_path(path)
+    is_local = not is_remote(folder)
     if is_local:
-        if "\0" in str(found):
-            raise DestinationError("invalid name for a folder", found=repr(str(found)), hint="choose another name")
-        if found.is_symlink():
+        if "\0" in str(folder):
+            raise DestinationError("invalid name for a folder", found=repr(str(folder)), hint="choose another name")
+        if folder.is_symlink():
             raise DestinationError(
                 "the destination is a symbolic link",
-                found=f"a link to {found.readlink()}",
-                where=str(found),
+                found=f"a link to {folder.readlink()}",
+                where=str(folder),
                 hint="use the folder that it points to",
             )
-        found = Path(os.path.realpath(found))
+        folder = Path(os.path.realpath(folder))
     for source in sources:
-        if _nested(found, source):
+        if _nested(folder, source):
             raise DestinationError(
                 "the destination is inside the source, or would replace it",
                 found=f"{source} is read",
-                where=str(found),
+                where=str(folder),
                 hint="choose a folder outside of it",
             )
-    return Destination(found, iteration)
+    return Destination(folder, iteration)
 
 
 def _nested(first: Path, second: Path) -> bool:
     """Return True if one of two paths is the other or lies in it, under whatever names and links."""
     if is_remote(first) or is_remote(second):
         return first == second or first in second.parents or second in first.parents
-    one, other = (Path(os.path.realpath(path)) for path in (first, second))
+    first_path, other = (Path(os.path.realpath(path)) for path in (first, second))
     return any(
-        _identity(above) in map(_identity, (below, *below.parents)) for above, below in ((one, other), (other, one))
+        _identity(above) in map(_identity, (below, *below.parents))
+        for above, below in ((first_path, other), (other, first_path))
     )
 
 
@@ -153,9 +154,13 @@ def _known(folder: Path) -> list[str]:
     Raises:
         CheckpointError: its marker files cannot be read.
     """
-    found = format_of(folder)
-    if found is not None and not found.is_iteration and (own := found.files_to_replace(folder)):
-        return [*own, _OF_ALL]
+    folder_format = format_of(folder)
+    if (
+        folder_format is not None
+        and not folder_format.is_iteration
+        and (patterns := folder_format.files_to_replace(folder))
+    ):
+        return [*patterns, _OF_ALL]
     if (folder / TRACKER_FILE).is_file():
         named = (entry for entry in folder.iterdir() if iteration_number(entry) is not None or entry.name == RELEASE)
         names = [entry.name for entry in named]
@@ -165,8 +170,8 @@ def _known(folder: Path) -> list[str]:
         if within is None:
             sharded_backend(folder / names[0])  # raises an error about its content
             return []
-        if own := within.files_to_replace(folder / names[0]):
-            return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in (*own, *_OF_ITERATIONS))]
+        if patterns := within.files_to_replace(folder / names[0]):
+            return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in (*patterns, *_OF_ITERATIONS))]
     return []
 
 

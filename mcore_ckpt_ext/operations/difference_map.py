@@ -61,8 +61,8 @@ class MapBuilder:
     def finished(self) -> DifferenceMap:
         """Return the picture of everything that was added."""
         (cells,) = self._different.nonzero(as_tuple=True)
-        found = zip(cells.tolist(), self._different[cells].tolist(), self._largest[cells].tolist(), strict=True)
-        return DifferenceMap(self.rows, self.columns, tuple(found))
+        counts = zip(cells.tolist(), self._different[cells].tolist(), self._largest[cells].tolist(), strict=True)
+        return DifferenceMap(self.rows, self.columns, tuple(counts))
 
 
 @dataclass

@@ -177,8 +177,8 @@ def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict
         return {}
     stated = with_virtual_stages({**checkpoint.arguments.raw, **arguments})
     saved = checkpoint.layout
-    own = ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
-    if saved.model_sizes() != own.model_sizes():
+    stated_layout = ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
+    if saved.model_sizes() != stated_layout.model_sizes():
         stated |= {"data_parallel_size": None, "world_size": None}
     return stated
 
@@ -225,15 +225,15 @@ def _chosen(
         )
     old = ParallelLayout.from_arguments(job)
     request = ElasticRequest(gpus, gpus_per_node, version, gpu_memory, recomputation_of(job, None), may_change_batch)
-    found = choose(job, table, old, request, buffers_of(job, table, version))
-    if found.chosen is None:
-        raise _refusal(found, old, gpus, gpu_memory)
-    return _described(found.chosen, job, old, gpus)
+    choice = choose(job, table, old, request, buffers_of(job, table, version))
+    if choice.chosen is None:
+        raise _refusal(choice, old, gpus, gpu_memory)
+    return _described(choice.chosen, job, old, gpus)
 
 
-def _described(one: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
-    choice = one.choice
-    layout = one.choice.layout
+def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
+    choice = candidate.choice
+    layout = candidate.choice.layout
     keeps = layout.model_sizes() == old.model_sizes()
     micro, whole = batch_of(job)
     return ChosenLayout(
@@ -246,28 +246,28 @@ def _described(one: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: i
         micro_batch_size=choice.micro_batch,
         global_batch_size=choice.global_batch,
         old_batch_sizes=(micro, whole or choice.global_batch),
-        memory=one.memory,
-        bubble=round(one.bubble, 4),
-        arguments=MappingProxyType(_arguments(one, job, old)),
-        flags=" ".join(flags_of(one)),
-        removed_flags=tuple(removed_flags_of(one, job)),
-        notes=tuple(notes_of(one, job, (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline))),
+        memory=candidate.memory,
+        bubble=round(candidate.bubble, 4),
+        arguments=MappingProxyType(_arguments(candidate, job, old)),
+        flags=" ".join(flags_of(candidate)),
+        removed_flags=tuple(removed_flags_of(candidate, job)),
+        notes=tuple(notes_of(candidate, job, (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline))),
     )
 
 
-def _arguments(one: FoundLayout, job: JobArguments, old: ParallelLayout) -> dict[str, Any]:
+def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -> dict[str, Any]:
     """Return Megatron's arguments before validation: what it derives is left out."""
-    choice = one.choice
-    layout = one.choice.layout
+    choice = candidate.choice
+    layout = candidate.choice.layout
     derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
-    values = {name: value for name, value in arguments_of(one).items() if name not in derived}
+    values = {name: value for name, value in arguments_of(candidate).items() if name not in derived}
     values |= {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}
     values |= dict.fromkeys(_STAGES)
     if layout.virtual_pipeline > 1 and not values["pipeline_model_parallel_layout"] and not is_hybrid(job):
         values["num_virtual_stages_per_pipeline_rank"] = layout.virtual_pipeline
     if choice.has_sequence_parallelism:
         values["sequence_parallel"] = True
-    if changes_batch(one) and not job.raw.get("use_checkpoint_opt_param_scheduler"):
+    if changes_batch(candidate) and not job.raw.get("use_checkpoint_opt_param_scheduler"):
         values["override_opt_param_scheduler"] = True
     if not choice.table.padded_rows.stored and layout.tensor != old.tensor:
         values["make_vocab_size_divisible_by"] = _divisor(job, old, layout)
@@ -291,10 +291,10 @@ def _divisor(job: JobArguments, old: ParallelLayout, layout: ParallelLayout) -> 
 
 
 def _refusal(
-    found: ElasticChoice, old: ParallelLayout, gpus: int, gpu_memory: int | None
+    choice: ElasticChoice, old: ParallelLayout, gpus: int, gpu_memory: int | None
 ) -> UnsupportedCheckpointError:
-    reasons = list(dict.fromkeys(f"{layout}: {reason}" for layout, reason in found.reasons))
-    needed = "" if found.least_memory is None else f"; the smallest needs {format_bytes(found.least_memory)} of a GPU"
+    reasons = list(dict.fromkeys(f"{layout}: {reason}" for layout, reason in choice.reasons))
+    needed = "" if choice.least_memory is None else f"; the smallest needs {format_bytes(choice.least_memory)} of a GPU"
     return UnsupportedCheckpointError(
         f"no layout of {counted(gpus, 'GPU')} keeps the training of {old}",
         found="; ".join(reasons[:_SHOWN]) or "no sizes to try",

@@ -31,23 +31,23 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
     An absent or non-numeric setting is an error; a non-finite one is a warning: the next step would make the weights
     non-finite.
     """
-    found: dict[str, bool] = {}
+    problems: dict[str, bool] = {}
     for group in groups:
         for key in _NEEDED + (_OF_ADAM if rule_of(group) == ADAM else ()):
             if not _is_number(group.get(key)):
-                found[f"{key} is {format_value(group[key])}" if key in group else f"a group has no {key}"] = True
+                problems[f"{key} is {format_value(group[key])}" if key in group else f"a group has no {key}"] = True
         mistyped = [key for key in _NUMBERS if group.get(key) is not None and not _is_plain_number(group[key])]
         mistyped += [key for key in _SWITCHES if group.get(key) is not None and not isinstance(group[key], bool)]
-        found |= {f"{key} is {format_value(group[key])}": True for key in mistyped} | _odd(group)
-    yield from _findings("parameter groups", found)
+        problems |= {f"{key} is {format_value(group[key])}": True for key in mistyped} | _odd(group)
+    yield from _findings("parameter groups", problems)
     scheduler = scheduler_in(checkpoint.common)
     if scheduler is not None:
         wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
         steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
         yield from _findings("scheduler", wrong if _is_number(steps) else {f"num_steps is {format_value(steps)}": True})
     elif checkpoint.arguments.is_complete:
-        what = "missing: a resume with the optimizer needs one, and is refused"
-        yield warning(COMPLETE, "scheduler", what)
+        message = "missing: a resume with the optimizer needs one, and is refused"
+        yield warning(COMPLETE, "scheduler", message)
 
 
 def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -61,8 +61,8 @@ def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str
         if decays not in there:
             without.setdefault(decays, []).append(name)
     for decays, names in without.items():
-        what = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {join_some(names, 2)}"
-        yield warning(VALUES, "parameter groups", what)
+        message = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {join_some(names, 2)}"
+        yield warning(VALUES, "parameter groups", message)
 
 
 def _is_number(value: object) -> bool:
@@ -80,6 +80,6 @@ def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:
     return {f"{key} is {value}": False for key, value in odd}
 
 
-def _findings(where: str, found: Mapping[str, bool]) -> Iterator[Finding]:
-    for what, is_error in sorted(found.items()):
-        yield (error if is_error else warning)(VALUES, where, what)
+def _findings(where: str, problems: Mapping[str, bool]) -> Iterator[Finding]:
+    for message, is_error in sorted(problems.items()):
+        yield (error if is_error else warning)(VALUES, where, message)

@@ -274,33 +274,33 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
     experts = {"experts", "experts per token"} if not arguments.num_experts else set()
-    found: dict[str, Any] = {"parameters": sum(prod(shape) for shape, _ in shapes)}
+    facts: dict[str, Any] = {"parameters": sum(prod(shape) for shape, _ in shapes)}
     for label, name in names.items():
         if arguments.value(name) is not None and label not in experts:
-            found[label] = arguments.value(name)
+            facts[label] = arguments.value(name)
     if "vocabulary, padded" in names and (contradiction := vocabulary_contradiction(checkpoint)):
-        found["vocabulary, padded"] = contradiction
+        facts["vocabulary, padded"] = contradiction
     if not arguments.group_query_attention:
-        found.pop("query groups", None)
+        facts.pop("query groups", None)
     if arguments.is_complete or arguments.is_set("untie_embeddings_and_output_weights"):
-        found["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"
-    found["weights"] = ", ".join(sorted({dtype for _, dtype in shapes}))
-    return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in found.items()}
+        facts["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"
+    facts["weights"] = ", ".join(sorted({dtype for _, dtype in shapes}))
+    return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in facts.items()}
 
 
 def _training(checkpoint: CheckpointView) -> dict[str, int | float | list[int | float]]:
     """Return learning rate, step and counters, from the parameter groups and arguments."""
     groups = checkpoint.param_groups()
-    found: dict[str, int | float | list[int | float]] = {}
+    facts: dict[str, int | float | list[int | float]] = {}
     for key in ("step", "lr"):
         values = sorted({float(group[key]) for group in groups if isinstance(group.get(key), (int, float))})
         if values:
             whole = [int(value) if value.is_integer() else value for value in values]
-            found[key] = whole[0] if len(whole) == 1 else whole
+            facts[key] = whole[0] if len(whole) == 1 else whole
     for key in ("consumed_train_samples", "consumed_valid_samples"):
         if (value := checkpoint.arguments.value(key)) is not None:
-            found[key] = value
-    return found
+            facts[key] = value
+    return facts
 
 
 def _tensors(checkpoint: CheckpointView) -> tuple[StoredTensor, ...]:

@@ -48,21 +48,21 @@ def check_file_digests(folder: Path, results: Results) -> bool:
         True if the rest of the folder can be read with these files.
     """
     try:
-        found = compare_digests(folder)
+        comparison = compare_digests(folder)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(FILE_DIGESTS, str(folder), str(problem)))
         return False
-    if found is None:
+    if comparison is None:
         return True
-    if found.stale:
-        what = f"they are of files that were written over: {found.stale}"
-        results.checks.append(Check(FILE_DIGESTS, what, done=False))
+    if comparison.stale:
+        message = f"they are of files that were written over: {comparison.stale}"
+        results.checks.append(Check(FILE_DIGESTS, message, done=False))
         return True
-    for file in found.changed:
+    for file in comparison.changed:
         kind = warning if file.editable else error
         results.findings.append(kind(FILE_DIGESTS, str(folder / file.name), file.what, file.name))
-    results.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {found.compared:,} files"))
-    return all(file.editable for file in found.changed)
+    results.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {comparison.compared:,} files"))
+    return all(file.editable for file in comparison.changed)
 
 
 class StoredChecksums:
@@ -99,30 +99,32 @@ class StoredChecksums:
         if guarded := self._guarded - unguarded:
             results.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
         if unguarded and not self._manifest_bytes:
-            what = f"{unguarded:,} bytes were saved without any (torch.serialization.set_crc32_options): {_UNDETECTED}"
-            results.checks.append(Check(CHECKSUMS, what, done=False))
+            message = (
+                f"{unguarded:,} bytes were saved without any (torch.serialization.set_crc32_options): {_UNDETECTED}"
+            )
+            results.checks.append(Check(CHECKSUMS, message, done=False))
         if not self._manifest_bytes and _has_bare_numbers(self._checkpoint):
-            what = f"this format has no checksums of tensors: {_UNDETECTED}"
-            results.checks.append(Check(CHECKSUMS, what, done=False))
+            message = f"this format has no checksums of tensors: {_UNDETECTED}"
+            results.checks.append(Check(CHECKSUMS, message, done=False))
 
 
 def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
     """Return True if tensors are stored as bare elements, without checksums."""
-    stored = (one for name in checkpoint.names(WEIGHT) for one in checkpoint.stored(WEIGHT, name)[:1])
-    return any(isinstance(one.extent, RawArray) and one.extent.crc is None for one in stored)
+    stored = (stored for name in checkpoint.names(WEIGHT) for stored in checkpoint.stored(WEIGHT, name)[:1])
+    return any(isinstance(stored_slice.extent, RawArray) and stored_slice.extent.crc is None for stored_slice in stored)
 
 
 def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
     """Return Megatron's keys for archives, by file and position, if the checkpoint has an index."""
-    found: dict[tuple[str, int], str] = {}
+    keys: dict[tuple[str, int], str] = {}
     index = checkpoint.format_reader.stored_index
     if index is not None:
         for key, array in index.arrays.items():
             for chunk in array.chunks:
-                found[chunk.extent.file, chunk.extent.offset] = f"{key}, chunk at {chunk.offsets}"
+                keys[chunk.extent.file, chunk.extent.offset] = f"{key}, chunk at {chunk.offsets}"
         for key, stored in index.objects.items():
-            found[stored.file, stored.offset] = key
-    return found
+            keys[stored.file, stored.offset] = key
+    return keys
 
 
 def check_archives(
@@ -133,7 +135,7 @@ def check_archives(
     Returns:
         The damaged archives, and the number of bytes in archives without checksums.
     """
-    known = labels(checkpoint)
+    keys = labels(checkpoint)
 
     def check(archive: Archive) -> Finding | int:
         file, offset, length = archive
@@ -145,15 +147,15 @@ def check_archives(
                 if name not in confirmed.verified_records.get(archive, ()):
                     opened.verify_checksums(only=name)
         except ContentError as problem:
-            label = known.get((file, offset))
+            label = keys.get((file, offset))
             return error(CHECKSUMS, file if label is None else f"{file}: {label}", str(problem), file, offset)
         finally:
             advance(length)
         return 0
 
-    found = workers.map(check, archives, lambda archive: archive[2])
-    damaged = [one for one in found if isinstance(one, Finding)]
-    return damaged, sum(one for one in found if not isinstance(one, Finding))
+    outcomes = workers.map(check, archives, lambda archive: archive[2])
+    damaged = [outcome for outcome in outcomes if isinstance(outcome, Finding)]
+    return damaged, sum(outcome for outcome in outcomes if not isinstance(outcome, Finding))
 
 
 def read_rest(confirmed: Confirmed, workers: int) -> None:
@@ -203,12 +205,12 @@ def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Fin
         if Path(name).name != name:
             return error(MANIFEST, str(path), f"it names something outside of the folder: {name!r}")
         try:
-            found = digest_of_file(folder, name, advance)
+            digest = digest_of_file(folder, name, advance)
         except OSError as problem:
             return error(MANIFEST, str(folder / name), f"missing or unreadable: {problem.strerror}", name)
-        if found != expected:
-            what = f"its SHA-256 is {found[:16]}..., recorded is {str(expected)[:16]}..."
-            return error(MANIFEST, str(folder / name), what, name)
+        if digest != expected:
+            message = f"its SHA-256 is {digest[:16]}..., recorded is {str(expected)[:16]}..."
+            return error(MANIFEST, str(folder / name), message, name)
         return None
 
     def size(entry: tuple[str, object]) -> int:

@@ -53,26 +53,26 @@ def iteration_health_of(
     if step is None and (tracker is None or tracker.names_release):
         return None
     iterations = {number: path for number, path in iteration_folders(run).items() if path.is_dir()}  # newest first
-    wanted = tracker.iteration if step is None and tracker else step
-    if wanted is None:
+    iteration = tracker.iteration if step is None and tracker else step
+    if iteration is None:
         problem = f"{run / TRACKER_FILE} names no iteration, it holds {tracker.text if tracker else ''!r}"
         return IterationHealth(
             "what the tracker names", (problem,), _newest_complete(iterations, full=full), (), has_tracker=False
         )
-    folder = iterations.get(wanted, run / iteration_name(wanted))
+    folder = iterations.get(iteration, run / iteration_name(iteration))
     stored = index if index is not None and index.is_of(folder) else FolderIndex(folder)
-    found = format_of(folder, stored)
-    if found is not None and METADATA_FILE not in found.required_files:
+    folder_format = format_of(folder, stored)
+    if folder_format is not None and METADATA_FILE not in folder_format.required_files:
         return None
     problems = problems_of(folder, stored, full=full)
-    later = tuple(number for number, newer in iterations.items() if number > wanted and not _is_complete(newer))
+    later = tuple(number for number, newer in iterations.items() if number > iteration and not _is_complete(newer))
     others = {
         number: path
         for number, path in iterations.items()
-        if number != wanted and plain_backend(FolderIndex(path)) is None
+        if number != iteration and plain_backend(FolderIndex(path)) is None
     }
     return IterationHealth(
-        f"iteration {wanted}", problems, _newest_complete(others, full=full) if problems else None, later
+        f"iteration {iteration}", problems, _newest_complete(others, full=full) if problems else None, later
     )
 
 
@@ -88,14 +88,14 @@ def problems_of(folder: Path, index: FolderIndex | None = None, *, full: bool = 
         StorageError: its files cannot be read, so that nothing is known about them.
     """
     try:
-        found = verify(folder, quick=not full, index=index)
+        verification = verify(folder, quick=not full, index=index)
     except UnsupportedCheckpointError:  # unsupported is not damaged
         return ()
     except ContentError as error:
         return (str(error),)
     except OSError as error:
         raise unreadable_file("a file of the checkpoint cannot be read", error, error.filename or folder) from error
-    return tuple(f"{finding.where}: {finding.what}" for finding in found.findings if finding.severity == "error")
+    return tuple(f"{finding.where}: {finding.what}" for finding in verification.findings if finding.severity == "error")
 
 
 def _newest_complete(iterations: dict[int, Path], *, full: bool) -> int | None:

@@ -32,7 +32,7 @@ def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffer
         # `_copy_model_grads_to_main_grads` (megatron/core/optimizer/distrib_optimizer.py): gradients in fp32.
         step_bytes=4 if copies_gradients else 0,
         # `FusedAdam.step` (transformer_engine/pytorch/optimizers/fused_adam.py): moments in fp32, if they are not.
-        step_bytes_in_turn=4 * sum("32" not in one for one in moments) if is_aware else 0,
+        step_bytes_in_turn=4 * sum("32" not in dtype for dtype in moments) if is_aware else 0,
         sharding=_sharding(job),
     )
 
@@ -46,7 +46,11 @@ def _quantized_bytes(job: JobArguments, table: ModelTable) -> float:
     """
     if not job.raw.get("fp8") or job.fp8_param_gather:
         return 0.0
-    linear = sum(prod(one.shape) for one in table.parameters if len(one.shape) == 2 and not one.is_vocabulary)
+    linear = sum(
+        prod(parameter.shape)
+        for parameter in table.parameters
+        if len(parameter.shape) == 2 and not parameter.is_vocabulary
+    )
     return 2 * linear / max(table.elements, 1)
 
 
@@ -55,7 +59,7 @@ def _sharding(job: JobArguments) -> Sharding:
     if job.raw.get("use_torch_fsdp2"):
         return Sharding.PARAMETERS
     strategy = job.raw.get("data_parallel_sharding_strategy")
-    if not job.raw.get("use_megatron_fsdp") or strategy not in {one.value for one in Sharding}:
+    if not job.raw.get("use_megatron_fsdp") or strategy not in {sharding.value for sharding in Sharding}:
         return Sharding.OPTIMIZER
     return Sharding(strategy)
 
@@ -68,10 +72,10 @@ def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> Layer
     """
     if not is_layer_wise(job):
         return None
-    has_plain_experts = all(len(one.shape) == 2 for one in table.parameters if one.expert is not None)
+    has_plain_experts = all(len(parameter.shape) == 2 for parameter in table.parameters if parameter.expert is not None)
     if job.raw.get("use_layer_wise_param_layout") is False or not has_plain_experts:
         return LayerWise.DEALT
-    was_split = any(one.is_distributed for one in table.parameters)
+    was_split = any(parameter.is_distributed for parameter in table.parameters)
     if not splits_layer_wise(version) and not (was_split and MAY_SPLIT_LAYER_WISE.is_of(version)):
         return LayerWise.DEALT
     by_computation = PACKS_LAYER_WISE_BY_COMPUTATION.is_of(version)

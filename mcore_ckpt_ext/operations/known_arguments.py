@@ -28,14 +28,14 @@ def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobAr
         checkpoint: the checkpoint with the tensors.
         job: the arguments of the checkpoint and of the user.
     """
-    found: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
     if not (job.is_set("bf16") or job.is_set("fp16")):
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
-        found = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
+        shown = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
     encodings = encodings_named(checkpoint.optimizer_format)
     if encodings and not job.is_set("use_distributed_optimizer"):
-        found["use_distributed_optimizer"] = any(encoding.distributed for encoding in encodings)
-    return job.replace(**found) if found else job
+        shown["use_distributed_optimizer"] = any(encoding.distributed for encoding in encodings)
+    return job.replace(**shown) if shown else job
 
 
 def unknown_arguments(job: JobArguments) -> tuple[str, ...]:

@@ -25,9 +25,9 @@ def arguments_of(one: FoundLayout) -> dict[str, Any]:
     }
 
 
-def _divisor(one: FoundLayout) -> int | None:
+def _divisor(candidate: FoundLayout) -> int | None:
     """Return the value of `--make-vocab-size-divisible-by` that keeps the rows of the vocabulary."""
-    return one.choice.table.padded_rows.divisor_for(one.choice.layout.tensor)
+    return candidate.choice.table.padded_rows.divisor_for(candidate.choice.layout.tensor)
 
 
 def flags_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:

@@ -134,7 +134,7 @@ class LayoutPlan:
     @property
     def fits(self) -> bool:
         """True if at least one layout is accepted and fits."""
-        return any(one.fits is not False for one in self.layouts)
+        return any(layout.fits is not False for layout in self.layouts)
 
 
 def plan(
@@ -197,12 +197,12 @@ def plan(
         elif gpu_memory is None:
             request, source = _as_before(job, table, old, request, buffers)
         result = search(job, table, old, request, buffers)
-        least = min(result.found, key=lambda one: one.memory.total, default=None)
-        every: list[tuple[FoundLayout, list[int]]] = [(one, []) for one in result.found]
+        least = min(result.found, key=lambda candidate: candidate.memory.total, default=None)
+        every: list[tuple[FoundLayout, list[int]]] = [(candidate, []) for candidate in result.found]
         chosen = every if most is None else join_virtual_stages(result.found)[:most]
 
-        def planned(one: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
-            return _planned(one, virtual_stages, checkpoint, job, old, version, read_rate)
+        def planned(candidate: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
+            return _planned(candidate, virtual_stages, checkpoint, job, old, version, read_rate)
 
         fewer = [] if pins else _with_fewer_gpus(job, table, old, request, buffers, result.found)
         return LayoutPlan(
@@ -222,7 +222,8 @@ def plan(
             gpu_memory_source=source,
             excluded=dict(result.excluded),
             nearest=tuple(
-                (str(layout), reason) for _, layout, reason in sorted(result.nearest.values(), key=lambda one: one[0])
+                (str(layout), reason)
+                for _, layout, reason in sorted(result.nearest.values(), key=lambda exclusion: exclusion[0])
             ),
             unknown=unknown_arguments(job),
         )
@@ -243,7 +244,7 @@ def _with_fewer_gpus(
     old: ParallelLayout,
     request: SearchRequest,
     buffers: Buffers,
-    found: Sequence[FoundLayout],
+    candidates: Sequence[FoundLayout],
 ) -> list[FoundLayout]:
     """Return the best layout for each of the next smaller numbers of GPUs that keep TP and the batch.
 
@@ -251,10 +252,10 @@ def _with_fewer_gpus(
         At most two; none if the best layout of all GPUs keeps both.
     """
 
-    def keeps(one: FoundLayout) -> bool:
-        return one.fits is not False and one.keeps_batch and one.choice.layout.tensor == old.tensor
+    def keeps(candidate: FoundLayout) -> bool:
+        return candidate.fits is not False and candidate.keeps_batch and candidate.choice.layout.tensor == old.tensor
 
-    if found and keeps(found[0]):
+    if candidates and keeps(candidates[0]):
         return []
     fewer: list[FoundLayout] = []
     for gpus in range(request.gpus - 1, max(request.gpus - _MOST_FEWER, request.gpus // 2) - 1, -1):
@@ -295,7 +296,7 @@ def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
 
 
 def _planned(
-    one: FoundLayout,
+    candidate: FoundLayout,
     virtual_stages: Sequence[int],
     checkpoint: CheckpointView,
     job: JobArguments,
@@ -303,14 +304,14 @@ def _planned(
     version: Version,
     read_rate: int | None,
 ) -> PlannedLayout:
-    choice, layout = one.choice, one.choice.layout
-    running = job.replace(**arguments_of(one))
+    choice, layout = candidate.choice, candidate.choice.layout
+    running = job.replace(**arguments_of(candidate))
     batch: dict[str, Any] = {} if job.global_batch_size is None else {"global_batch_size": choice.global_batch}
     is_moved = bool(placement_changes(job, running))
     keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
     per_rank = [
         stage.dense.bytes_read(choice.optimizer_ranks) + stage.experts.bytes_read(choice.expert_optimizer_ranks)
-        for stage in one.holdings
+        for stage in candidate.holdings
     ]
     in_all = sum(per_rank) * (layout.world // layout.pipeline)
     return PlannedLayout(
@@ -319,9 +320,9 @@ def _planned(
         sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
         virtual_stages=tuple(virtual_stages),
         layers_per_stage=tuple(map(sum, choice.split.layers)) if choice.split else (),
-        fits=one.fits,
-        memory=one.memory,
-        bubble=round(one.bubble, 4),
+        fits=candidate.fits,
+        memory=candidate.memory,
+        bubble=round(candidate.bubble, 4),
         micro_batch_size=choice.micro_batch,
         global_batch_size=choice.global_batch if job.global_batch_size is not None else None,
         read_per_rank=max(per_rank),
@@ -331,8 +332,8 @@ def _planned(
         stock_resumes=stock_resumes(checkpoint, is_moved, version),
         keeps_random_state=keeps,
         data=data_order(job, running.replace(**batch)),
-        differences=one.differences,
-        flags=" ".join(flags_of(one)),
-        removed_flags=tuple(removed_flags_of(one, job)),
-        notes=tuple(notes_of(one, job, keeps)),
+        differences=candidate.differences,
+        flags=" ".join(flags_of(candidate)),
+        removed_flags=tuple(removed_flags_of(candidate, job)),
+        notes=tuple(notes_of(candidate, job, keeps)),
     )

@@ -34,7 +34,9 @@ class MetadataDifference:
 
 def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
     """Yield the differences in metadata of two checkpoints."""
-    yield MetadataDifference("format", *(f"{one.format}, optimizer {one.optimizer_format or 'none'}" for one in (a, b)))
+    yield MetadataDifference(
+        "format", *(f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}" for checkpoint in (a, b))
+    )
     yield MetadataDifference("layout", str(a.layout), str(b.layout))
     yield MetadataDifference("iteration", str(a.iteration), str(b.iteration))
     for key in ("step", "lr"):
@@ -43,22 +45,22 @@ def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[Metad
         settings = _settings(a, key), _settings(b, key)
         if "none" not in settings and settings[0] != settings[1]:
             yield MetadataDifference(key, *settings)
-    for what, key in (("scheduled samples", "num_steps"), ("consumed samples", "consumed_train_samples")):
+    for label, key in (("scheduled samples", "num_steps"), ("consumed samples", "consumed_train_samples")):
         counts = _counted(a, key), _counted(b, key)
         if "none" not in counts and counts[0] != counts[1]:
-            yield MetadataDifference(what, *counts)
-    read = [description(one.arguments) for one in (a, b)]
-    for what in sorted(read[0].keys() & read[1].keys() - {"consumed"}):
-        if read[0][what] != read[1][what]:
-            yield MetadataDifference(f"data: {what}", read[0][what], read[1][what])
+            yield MetadataDifference(label, *counts)
+    read = [description(checkpoint.arguments) for checkpoint in (a, b)]
+    for label in sorted(read[0].keys() & read[1].keys() - {"consumed"}):
+        if read[0][label] != read[1][label]:
+            yield MetadataDifference(f"data: {label}", read[0][label], read[1][label])
     yield from _models(a, b)
-    for what, describe, empty in (
+    for label, describe, empty in (
         ("adapters multiplied by", _multiplied, "none"),
         ("fp8 scales, histories", _scaling, "none"),
     ):
         values = describe(a), describe(b)
         if any(values):
-            yield MetadataDifference(what, *(value or empty for value in values))
+            yield MetadataDifference(label, *(value or empty for value in values))
 
 
 def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
@@ -87,8 +89,8 @@ def _settings(checkpoint: CheckpointView, key: str) -> str:
 def _counted(checkpoint: CheckpointView, key: str) -> str:
     """Return the number of samples that the scheduler or the job has counted."""
     scheduler = scheduler_in(checkpoint.common)
-    found = scheduler.get(key) if isinstance(scheduler, dict) else None
-    return format_value(checkpoint.args.get(key, "none") if found is None else found)
+    samples = scheduler.get(key) if isinstance(scheduler, dict) else None
+    return format_value(checkpoint.args.get(key, "none") if samples is None else samples)
 
 
 def _multiplied(checkpoint: CheckpointView) -> str:
@@ -108,11 +110,11 @@ def _scaling(checkpoint: CheckpointView) -> str:
     digest = hashlib.sha256()
     for name, state in sorted(checkpoint.extra_states().items()):
         try:
-            parts = [(what, values.numpy().tobytes()) for what, values in sorted(scaling_of(state).items())]
+            parts = [(part, values.numpy().tobytes()) for part, values in sorted(scaling_of(state).items())]
         except UnknownStateError:  # not of fp8: digest its bytes
             parts = [("", content_of(state) or b"")]
-        for what, data in parts:
-            digest.update(f"{name} {what} {len(data)};".encode())
+        for part, data in parts:
+            digest.update(f"{name} {part} {len(data)};".encode())
             digest.update(data)
         count += bool(parts)
     return f"of {count} modules, {digest.hexdigest()[:_DIGITS]}" if count else ""

@@ -86,15 +86,15 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
 def _check_layers(checkpoint: CheckpointView, job: JobArguments, declared: int, block: str) -> None:
     """Refuse a number of layers that the weights contradict: memory and pipeline division would be wrong."""
     layers = (split_layer(name)[0] for name in checkpoint.names(WEIGHT))
-    found = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
+    stored_layers = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
     # The last layers of a heterogeneous model may have no parameters.
-    if found > declared or (found < declared and not has_varying_layers(job)):
+    if stored_layers > declared or (stored_layers < declared and not has_varying_layers(job)):
         raise UnsupportedCheckpointError(
             "the number of layers is not that of the weights",
             found=f"num_layers {declared}",
-            expected=f"{found} layers",
+            expected=f"{stored_layers} layers",
             where=str(checkpoint.folder),
-            hint=f"pass --argument num_layers={found}",
+            hint=f"pass --argument num_layers={stored_layers}",
         )
 
 

@@ -39,8 +39,10 @@ def without_shifts(source: Source) -> SourceView:
 
 def _without_shifts(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
     return [
-        one._replace(extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, TransposeCodec) else one
-        for one in slices
+        stored._replace(extent=replace(stored.extent, shift=0.0))
+        if isinstance(stored.extent, TransposeCodec)
+        else stored
+        for stored in slices
     ]
 
 

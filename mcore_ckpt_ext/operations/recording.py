@@ -160,24 +160,24 @@ def compare(
     """
     before = len(results.findings)
     try:
-        found = file_digests(folder, path, digests.files, workers)
+        folder_digests = file_digests(folder, path, digests.files, workers)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_FILES, str(folder), str(problem)))
         return
     for name, digest in manifest.files.items():
-        if name not in found:
+        if name not in folder_digests:
             results.findings.append(error(RECORDED_FILES, str(folder / name), "missing: it is recorded", name))
-        elif found[name] != digest:
-            what = f"its SHA-256 is {found[name][:16]}..., recorded is {digest[:16]}..."
-            results.findings.append(error(RECORDED_FILES, str(folder / name), what, name))
-    for name in sorted(found.keys() - manifest.files.keys()):
+        elif folder_digests[name] != digest:
+            message = f"its SHA-256 is {folder_digests[name][:16]}..., recorded is {digest[:16]}..."
+            results.findings.append(error(RECORDED_FILES, str(folder / name), message, name))
+    for name in sorted(folder_digests.keys() - manifest.files.keys()):
         results.findings.append(error(RECORDED_FILES, str(folder / name), "it is not recorded", name))
     results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {counted(len(manifest.files), 'file')}"))
     if len(results.findings) > before or not files_suffice:
         compare_tensors(manifest, content, digests, workers, results)
     elif manifest.has_tensors:
-        what = f"{counted(len(manifest.tensors), 'tensor')}, in files that are as recorded"
-        results.checks.append(Check(RECORDED_TENSORS, what))
+        message = f"{counted(len(manifest.tensors), 'tensor')}, in files that are as recorded"
+        results.checks.append(Check(RECORDED_TENSORS, message))
 
 
 def compare_tensors(
@@ -185,16 +185,16 @@ def compare_tensors(
 ) -> None:
     """Compare the tensors of a checkpoint with a manifest, not its files; for the arguments see `record`."""
     if not manifest.has_tensors or content is None:
-        what = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
-        results.checks.append(Check(RECORDED_TENSORS, what, done=False))
+        message = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
+        results.checks.append(Check(RECORDED_TENSORS, message, done=False))
         return
     try:
-        found = tensor_digests(content, digests.tensors, workers)
+        digests_of_tensors = tensor_digests(content, digests.tensors, workers)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_TENSORS, str(content.folder), str(problem)))
         return
-    for tensor, what in differing(manifest.tensors, found):
-        results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", what))
+    for tensor, message in differing(manifest.tensors, digests_of_tensors):
+        results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
     results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
 
 
@@ -206,9 +206,9 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
     Raises:
         UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
     """
-    own = manifest.absolute()
-    found = sorted(file_sizes(folder).items())
-    sizes = {name: size for name, size in found if (folder / name).absolute() != own}
+    manifest_path = manifest.absolute()
+    files = sorted(file_sizes(folder).items())
+    sizes = {name: size for name, size in files if (folder / name).absolute() != manifest_path}
 
     def digest(name: str) -> str | OSError:
         try:
@@ -235,8 +235,8 @@ def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: W
         UnreadableCheckpointError: a tensor cannot be read; on every process.
     """
     tensors = _StoredTensors(content) if isinstance(content, Listing) else _ModelTensors(content)
-    found = {(one.kind, one.name): one for one in digests}
-    unread = [key for key in tensors.keys if key not in found]
+    digest_by_key = {(hashed.kind, hashed.name): hashed for hashed in digests}
+    unread = [key for key in tensors.keys if key not in digest_by_key]
 
     def digest(key: Key) -> TensorDigest | str:
         try:
@@ -249,8 +249,8 @@ def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: W
     for key, result in zip(unread, results, strict=True):
         if isinstance(result, str):
             raise UnreadableCheckpointError(result)
-        found[key] = result
-    return [found[key] for key in tensors.keys]
+        digest_by_key[key] = result
+    return [digest_by_key[key] for key in tensors.keys]
 
 
 class _ModelTensors:
@@ -276,8 +276,8 @@ class _ModelTensors:
         if tensor is None:
             raise UnreadableCheckpointError("a tensor is missing", where=f"{kind} {name}")
         hashed = TensorHash(kind, name, tensor.dtype, tensor.shape)
-        for wanted in blocks((Region.whole(name, tensor.shape),)):
-            hashed.add(read_slice(source, self._transfer, kind, wanted, allocate=self._rooms.of(kind)))
+        for block in blocks((Region.whole(name, tensor.shape),)):
+            hashed.add(read_slice(source, self._transfer, kind, block, allocate=self._rooms.of(kind)))
         return hashed.digest
 
 

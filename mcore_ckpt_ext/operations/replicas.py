@@ -59,12 +59,12 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
         CheckpointError: a copy cannot be read.
     """
     transfer = Transfer(checkpoint.reader, workers=1)
-    found = []
+    texts = []
     for kind in kinds:
         shifted = shifted_names(checkpoint, kind)
         for name in checkpoint.names(kind)[share[0] :: share[1]]:
-            found += differing_copies_of(checkpoint, kind, name, shifted, transfer)
-    return found
+            texts += differing_copies_of(checkpoint, kind, name, shifted, transfer)
+    return texts
 
 
 def shifted_names(checkpoint: CheckpointView, kind: str) -> frozenset[str]:

@@ -53,14 +53,14 @@ def settings_compared(a: CheckpointView, b: CheckpointView) -> tuple[Setting, ..
     """
     if a.optimizer_format is None or b.optimizer_format is None:
         return ()
-    found = [_setting("iteration", a.iteration, b.iteration)]
-    found += _of_groups(_groups(a), _groups(b))
-    found += _of_mappings("scheduler", *(_mapping(scheduler_in(one.common)) for one in (a, b)))
-    found += _of_mappings("grad scaler", *(_mapping(one.grad_scaler()) for one in (a, b)))
+    settings = [_setting("iteration", a.iteration, b.iteration)]
+    settings += _of_groups(_groups(a), _groups(b))
+    settings += _of_mappings("scheduler", *(_mapping(scheduler_in(checkpoint.common)) for checkpoint in (a, b)))
+    settings += _of_mappings("grad scaler", *(_mapping(checkpoint.grad_scaler()) for checkpoint in (a, b)))
     for name in _COUNTERS:
         if name in a.args and name in b.args:
-            found.append(_setting(name.replace("_", " "), a.args[name], b.args[name]))
-    return (*found, *_of_random_states(a, b))
+            settings.append(_setting(name.replace("_", " "), a.args[name], b.args[name]))
+    return (*settings, *_of_random_states(a, b))
 
 
 def _setting(name: str, a: Any, b: Any) -> Setting:
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
     if is_tensor(value) and value.numel() == 1:
         value = value.item()
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     if isinstance(value, (bool, int, float)):
         return repr(float(value))  # NaNs are equal
     return value if isinstance(value, (str, type(None))) else repr(encode(value))
@@ -107,17 +107,17 @@ def _of_groups(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -
         values = [_distinct([group.get(key) for group in groups]) for groups in (a, b)]
         equal = values[0].keys() == values[1].keys()
         all_equal = all_equal and equal
-        texts = [", ".join(one.values()) for one in values]
+        texts = [", ".join(texts_of_side.values()) for texts_of_side in values]
         yield Setting(key, texts[0], texts[1], equal)
     made_up = [{repr(sorted((key, _plain(group.get(key))) for key in keys)) for group in groups} for groups in (a, b)]
     if all_equal:
-        texts = [counted(len(one), "different group") for one in made_up]
+        texts = [counted(len(groups), "different group") for groups in made_up]
         yield Setting("parameter groups", texts[0], texts[1], made_up[0] == made_up[1])
 
 
 def _distinct(values: Sequence[Any]) -> dict[str, str]:
-    found = {repr(_plain(value)): _text(value) for value in values}
-    return dict(sorted(found.items()))
+    texts = {repr(_plain(value)): _text(value) for value in values}
+    return dict(sorted(texts.items()))
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
@@ -127,7 +127,7 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
 def _of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> Iterator[Setting]:
     if a is None or b is None:
         if a is not b:
-            texts = [_ABSENT if one is None else counted(len(one), "entry", "entries") for one in (a, b)]
+            texts = [_ABSENT if mapping is None else counted(len(mapping), "entry", "entries") for mapping in (a, b)]
             yield Setting(name, texts[0], texts[1], equal=False)
         return
     for key in sorted({*map(str, a), *map(str, b)}):
@@ -137,7 +137,9 @@ def _of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | 
 def _of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator[Setting]:
     """Yield the random generators' states, if both checkpoints have them for the same ranks."""
     with suppress(UnreadableCheckpointError):
-        states = [{place: repr(encode(state)) for place, state in one.random_states().items()} for one in (a, b)]
+        states = [
+            {place: repr(encode(state)) for place, state in checkpoint.random_states().items()} for checkpoint in (a, b)
+        ]
         if states[0] and states[0].keys() == states[1].keys():
             differing = [str(place) for place in states[0] if states[0][place] != states[1][place]]
             text = f"of {counted(len(states[0]), 'rank')}"

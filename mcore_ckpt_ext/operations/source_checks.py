@@ -27,8 +27,8 @@ def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incompl
     Raises:
         UnreadableCheckpointError: the parameter groups of the optimizer contradict each other.
     """
-    for one in checkpoint.merged_from or (checkpoint,):
-        yield from _check_files(one, with_optimizer=with_optimizer)
+    for source in checkpoint.merged_from or (checkpoint,):
+        yield from _check_files(source, with_optimizer=with_optimizer)
     yield from check_kind(checkpoint, WEIGHT)
     if not with_optimizer:
         return
@@ -43,7 +43,7 @@ def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incompl
     of_state = [*check_state(checkpoint)]
     for buffers in checkpoint.optimizer.buffers:
         of_state += [*check_arrays(buffers), *check_groups(buffers)]
-    yield from (found for found in of_state if found.severity == "error")
+    yield from (finding for finding in of_state if finding.severity == "error")
 
 
 def _check_files(checkpoint: CheckpointView, *, with_optimizer: bool) -> Iterator[Finding]:
@@ -56,4 +56,4 @@ def _check_files(checkpoint: CheckpointView, *, with_optimizer: bool) -> Iterato
         objects = {key: place for key, place in index.objects.items() if optimizer_kind(key) == OTHER}
         index = replace(index, arrays=arrays, objects=objects)
     findings, _, _ = check_index(checkpoint.reader, index)
-    yield from (found for found in findings if found.severity == "error")
+    yield from (finding for finding in findings if finding.severity == "error")

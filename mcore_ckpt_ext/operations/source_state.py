@@ -49,7 +49,7 @@ def state_of(folder: Path) -> SourceState:
             (name, about, [about[mark] for mark in _MARKS if about.get(mark) is not None])
             for name, about in folder.find().items()
         )
-        return [(name, int(about.get("size") or 0), repr(found)) for name, about, found in marks]
+        return [(name, int(about.get("size") or 0), repr(marks_of_file)) for name, about, marks_of_file in marks]
     return [(str(path.relative_to(folder)), *_marks(path)) for path in sorted(folder.rglob("*"))]
 
 

@@ -46,8 +46,8 @@ def open_source(
         UsageError: an option is invalid for this source.
         CheckpointError: the source cannot be read.
     """
-    wanted = target.transformer_impl
-    spec = wanted or LayerSpec.TRANSFORMER_ENGINE.value
+    requested_spec = target.transformer_impl
+    spec = requested_spec or LayerSpec.TRANSFORMER_ENGINE.value
     if merge is not None and is_adapter_folder(path):
         if weights is not None:
             raise UsageError(
@@ -72,8 +72,8 @@ def open_source(
         from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, with_vision_tower
 
         checkpoint = with_vision_tower(checkpoint) if target.for_bridge else as_text_model(checkpoint)
-    if wanted is not None and not from_hugging_face:
-        checkpoint = _under_layer_spec(checkpoint, target, wanted)
+    if requested_spec is not None and not from_hugging_face:
+        checkpoint = _under_layer_spec(checkpoint, target, requested_spec)
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
         raise UsageError(
             "--family applies only if a Hugging Face folder is read or written",
@@ -103,10 +103,13 @@ def open_both(
         described = [checkpoint.arguments.is_complete for checkpoint in opened]
         of_side = [NOTHING if is_complete and not all(described) else facts for is_complete in described]
         has_own = [bool(checkpoint.names(WEIGHT)) for checkpoint in opened]
-        needed = [not own or (all(has_own) and not any(peft)) for own in has_own]
-        given = [weights if one else None for one in map(any, zip(peft, needed, strict=True))]
+        needed = [not has_weights or (all(has_own) and not any(peft)) for has_weights in has_own]
+        given = [weights if is_needed else None for is_needed in map(any, zip(peft, needed, strict=True))]
         sides = zip(paths, of_side, given, strict=True)
-        opened = [open_checkpoint(path, family=family, facts=own, weights=where) for path, own, where in sides]
+        opened = [
+            open_checkpoint(path, family=family, facts=facts_of_side, weights=where)
+            for path, facts_of_side, where in sides
+        ]
     for checkpoint in opened:
         require_weights(checkpoint)
     if not all(checkpoint.format_reader.is_model_folder for checkpoint in opened):

@@ -61,22 +61,22 @@ class StateCheck:
         findings = self._results.findings
         if checkpoint.optimizer_format is None:
             if not checkpoint.format_reader.is_model_folder:
-                what = "it has no supported optimizer state: only its weights were checked"
-                findings.append(warning(COVERED, self._folder, what))
+                message = "it has no supported optimizer state: only its weights were checked"
+                findings.append(warning(COVERED, self._folder, message))
             return False
         with self._refusals(MASTERS):
             check_step(checkpoint)
             groups = checkpoint.param_groups()
             once(map(portable_group, groups))
             if not groups:
-                what = "the optimizer has no parameter groups: its step and other settings are missing"
-                findings.append(error(COMPLETE, self._folder, what))
+                message = "the optimizer has no parameter groups: its step and other settings are missing"
+                findings.append(error(COMPLETE, self._folder, message))
             findings.extend(check_settings(checkpoint, groups))
             optimizer = checkpoint.optimizer
             if all(map(self._recover_packing, optimizer.buffers)):
                 findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
-                what = f"optimizer state of {counted(len(optimizer.names()), 'parameter')}"
-                self._results.checks.append(Check(COVERED, what))
+                message = f"optimizer state of {counted(len(optimizer.names()), 'parameter')}"
+                self._results.checks.append(Check(COVERED, message))
                 return True
         return False
 

@@ -41,9 +41,9 @@ _NOT_A_NUMBER = 255
 
 def check_listing(listing: Listing, results: Results) -> None:
     """Report problems with the files of a folder of weights; no element is read."""
-    for one in listing.problems:
-        kind = error if one.is_error else warning
-        results.findings.append(kind(_CHECKS[one.about], one.where, one.what, one.file, one.offset))
+    for problem in listing.problems:
+        kind = error if problem.is_error else warning
+        results.findings.append(kind(_CHECKS[problem.about], problem.where, problem.what, problem.file, problem.offset))
     results.checks.append(
         Check(COMPLETE, f"{counted(listing.files, 'file')}, {counted(len(listing.tensors), 'tensor')}")
     )
@@ -98,8 +98,8 @@ def check_stored_tensors(
     if guarded := with_checksum + sum(map(listing.reader.size, listing.archives)):
         results.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
     else:
-        what = "no checksums stored: record some with --record FILE, and compare with --against FILE"
-        results.checks.append(Check(CHECKSUMS, what, done=False))
+        message = "no checksums stored: record some with --record FILE, and compare with --against FILE"
+        results.checks.append(Check(CHECKSUMS, message, done=False))
     return digests
 
 
@@ -193,16 +193,16 @@ class _ElementCheck:
             count_values("", block, tally)
             wrong_scales += _wrong_scales(block) if tensor.is_scale else 0
             self._advance(len(data))
-        found: list[Finding] = []
+        findings: list[Finding] = []
         if expected is not None and crc != expected:
-            what = "its checksum differs from the stored one: the tensor is damaged"
-            found.append(error(CHECKSUMS, tensor.name, what, payload.file, begin))
+            message = "its checksum differs from the stored one: the tensor is damaged"
+            findings.append(error(CHECKSUMS, tensor.name, message, payload.file, begin))
         if wrong_scales:
-            what = f"{wrong_scales:,} scales are negative, infinite or not a number"
-            found.append(error(SCALES, tensor.name, what, payload.file, begin))
+            message = f"{wrong_scales:,} scales are negative, infinite or not a number"
+            findings.append(error(SCALES, tensor.name, message, payload.file, begin))
         else:
-            found.extend(judge(tensor.name, tally, payload.file, begin))
-        return found
+            findings.extend(judge(tensor.name, tally, payload.file, begin))
+        return findings
 
 
 def _wrong_scales(block: torch.Tensor) -> int:

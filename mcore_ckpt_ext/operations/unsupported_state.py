@@ -41,10 +41,12 @@ def resolve_dropped_state(
     """
     merged_from = checkpoint.merged_from
     if drop and (merged_from or target.is_model_folder):
-        what = "merged model" if merged_from else "Hugging Face folder"
-        raise UsageError(f"--drop has no effect: a {what} has no optimizer", found=_spelled(drop))
+        output = "merged model" if merged_from else "Hugging Face folder"
+        raise UsageError(f"--drop has no effect: a {output} has no optimizer", found=_spelled(drop))
     if merged_from:
-        return checkpoint, together(account_of(one, leaves_out=is_of_optimizer, why=_MERGED) for one in merged_from)
+        return checkpoint, together(
+            account_of(source, leaves_out=is_of_optimizer, why=_MERGED) for source in merged_from
+        )
     if target.is_model_folder:
         if target.weights_alone and checkpoint.optimizer_format:
             return checkpoint, account_of(checkpoint, leaves_out=is_of_optimizer, why=_NO_PLACE)
@@ -110,12 +112,12 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     possible = adam if target.for_adam else even or target.for_any_optimizer
     if checkpoint.param_groups() and possible:
         return
-    found = f"{checkpoint.optimizer_format}: " + ", ".join(
+    summary = f"{checkpoint.optimizer_format}: " + ", ".join(
         f"{k} of {counted(len(names[k]), 'parameter')}" for k in names
     )
     raise UnsupportedCheckpointError(
         f"this optimizer cannot be written as {target.name}: it would be lost",
-        found=found if checkpoint.param_groups() else f"{found}; no parameter groups",
+        found=summary if checkpoint.param_groups() else f"{summary}; no parameter groups",
         expected=f"{', '.join(sorted(_ADAM))} of every parameter, as Megatron has them with Adam",
         where=str(checkpoint.folder),
         hint=f"--to {Canonical.name} keeps all of it; for the weights alone, --drop {OPTIMIZER}",

@@ -142,13 +142,13 @@ def verify(
             compare(manifest, *paths, run.content, run.digests, shared, run.results, files_suffice=whole)
     checks = tuple(run.results.checks)
     findings = tuple(run.results.findings)
-    found = Verification(
+    verification = Verification(
         str(run.folder), quick, checks, findings, iteration=_iteration(run.content), account=run.results.account
     )
-    if record is None or run.content is None or not found.sound:
-        return found
+    if record is None or run.content is None or not verification.sound:
+        return verification
     write_manifest(as_path(record), folder, run.content, run.digests, shared)
-    return replace(found, recorded=str(record))
+    return replace(verification, recorded=str(record))
 
 
 class _Run:
@@ -188,8 +188,8 @@ class _Run:
     def _verify(self) -> None:
         if not check_file_digests(self.folder, self.results):
             return
-        found = format_of(self.folder, self._stored)
-        if found is not None and (listing := found.reader_class.list_tensors(self.folder)) is not None:
+        folder_format = format_of(self.folder, self._stored)
+        if folder_format is not None and (listing := folder_format.reader_class.list_tensors(self.folder)) is not None:
             self._verify_listed(listing)
             return
         try:
@@ -218,8 +218,8 @@ class _Run:
             except UnsupportedCheckpointError as problem:
                 self.results.account = _account_without_model(listing)
                 reason = "; ".join(filter(None, map(problem.details.get, ("found", "hint"))))
-                what = f"names and shapes are not compared with a model: {problem.message}; {reason}"
-                self.results.checks.append(Check(COVERED, what, done=False))
+                message = f"names and shapes are not compared with a model: {problem.message}; {reason}"
+                self.results.checks.append(Check(COVERED, message, done=False))
             except (UnreadableCheckpointError, UnsafePickleError) as problem:
                 self._error(COVERED, problem)
         if not self._quick:
@@ -241,18 +241,18 @@ class _Run:
         """Check what needs no tensor; return the files that are missing or truncated."""
         findings = self.results.findings
         if checkpoint.sidecar_problem:
-            what = f"ignored: {checkpoint.sidecar_problem}"
-            findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
-        for what in (*checkpoint.format_reader.problems, *contradictions(checkpoint)):
-            findings.append(warning(COMPLETE, str(self.folder), what))
+            message = f"ignored: {checkpoint.sidecar_problem}"
+            findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), message))
+        for message in (*checkpoint.format_reader.problems, *contradictions(checkpoint)):
+            findings.append(warning(COMPLETE, str(self.folder), message))
         failed = self._check_files(checkpoint)
         if reason := refusal_of_stored_files(checkpoint):
-            what = f"no release of Megatron reads files of this layout, {checkpoint.layout}: {reason}"
-            findings.append(error(COMPLETE, str(self.folder), what))
+            message = f"no release of Megatron reads files of this layout, {checkpoint.layout}: {reason}"
+            findings.append(error(COMPLETE, str(self.folder), message))
         self._check_weights(checkpoint)
         if _has_optimizer_alone(checkpoint):
-            what = f"it has an optimizer without weights, so its masters cannot be verified: {NAME_THEM}"
-            findings.append(error(MASTERS, str(self.folder), what))
+            message = f"it has an optimizer without weights, so its masters cannot be verified: {NAME_THEM}"
+            findings.append(error(MASTERS, str(self.folder), message))
         return failed
 
     def _check_bytes(self, checkpoint: CheckpointView, failed: set[str]) -> None:
@@ -302,8 +302,8 @@ class _Run:
             return
         self.results.account, unread = account, account.not_looked_at
         for item in account.unknown:
-            what = f"{format_bytes(item.nbytes)} unknown, not checked"
-            self.results.findings.append(warning(KNOWN, item.key, what))
+            message = f"{format_bytes(item.nbytes)} unknown, not checked"
+            self.results.findings.append(warning(KNOWN, item.key, message))
         others = f"all but {len(unread):,}: {join_some([item.key for item in unread])}"
         self.results.checks.append(Check(KNOWN, others if unread else "all"))
 

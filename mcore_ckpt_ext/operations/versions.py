@@ -76,7 +76,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
     last = min((high for _, _, high in bounds if high), default=NEWEST)
-    evidence = tuple(Evidence(what, str(low or ""), str(high or "")) for what, low, high in bounds)
+    evidence = tuple(Evidence(observation, str(low or ""), str(high or "")) for observation, low, high in bounds)
     possible = releases_between(first, last)
     if not possible:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
@@ -97,8 +97,8 @@ def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
 
 def _written_for(checkpoint: CheckpointView) -> str:
     """Return the version that a conversion was written for; empty if it is no conversion."""
-    found = checkpoint.arguments.raw.get(WRITTEN_FOR)
-    return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.is_complete else "") or "")
+    version = checkpoint.arguments.raw.get(WRITTEN_FOR)
+    return str(version or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.is_complete else "") or "")
 
 
 def _is_of_bridge(checkpoint: CheckpointView) -> bool:
@@ -140,19 +140,19 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     if not checkpoint.arguments.is_complete:
         return [*_of_another_loop(checkpoint)]
     releases = _readers(loading, writer)
-    own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
+    own_layout = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
     same = [v for v in releases if stock_resumes(checkpoint, False, v)]
     other = [v for v in releases if stock_resumes(checkpoint, True, v)]
-    found = []
+    resumable = []
     if other:
-        found.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
+        resumable.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
     if rest := [v for v in same if v not in other]:
-        found.append(Resumption("stock Megatron", _span(rest), own, _stock_note(checkpoint)))
-    if not found:
-        found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
+        resumable.append(Resumption("stock Megatron", _span(rest), own_layout, _stock_note(checkpoint)))
+    if not resumable:
+        resumable.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
     if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
-        found.append(_of_this_package(checkpoint, writer))
-    return found
+        resumable.append(_of_this_package(checkpoint, writer))
+    return resumable
 
 
 def _of_this_package(checkpoint: CheckpointView, writer: Writer) -> Resumption:
@@ -183,8 +183,8 @@ def _unknown_release(writer: Writer) -> list[Version]:
 
 def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
     releases = _readers(loading, writer)
-    own = f"its own: {checkpoint.layout}; another DP"
-    yield Resumption(f"stock Megatron with {loading.flag}", _span(releases), own, _stock_note(checkpoint))
+    own_layout = f"its own: {checkpoint.layout}; another DP"
+    yield Resumption(f"stock Megatron with {loading.flag}", _span(releases), own_layout, _stock_note(checkpoint))
     yield Resumption(
         "stock Megatron without it", "none", "none", "convert it: mcore-ckpt convert SRC DST --to torch_dist"
     )
@@ -193,10 +193,10 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
 
 def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     """Yield resumptions of torch's FSDP checkpoints, see `megatron/sources/torch_fsdp.py`."""
-    known = _span(_readers(loading, writer))
+    releases = _span(_readers(loading, writer))
     yield Resumption("stock Megatron", "none", "none", loading.failure)
-    yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
-    yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")
+    yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", releases, "TP1, any DP", "tested with 0.19.2")
+    yield Resumption("Megatron with mcore_ckpt_ext, without it", releases, "any", "tested with 0.19.2")
 
 
 def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
@@ -206,9 +206,9 @@ def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
     """
     described = _is_of_bridge(checkpoint)
     other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
-    own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
+    own_layout = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
     who = "Megatron-Bridge" if described else "the training loop that wrote it"
-    yield Resumption(who, "", "any" if other else own, _stock_note(checkpoint))
+    yield Resumption(who, "", "any" if other else own_layout, _stock_note(checkpoint))
     yield Resumption(
         "stock Megatron", "none", "none", "to add the arguments: mcore-ckpt convert SRC DST --to torch_dist"
     )
@@ -287,7 +287,9 @@ def _stock_note(checkpoint: CheckpointView) -> str:
     # A conversion does not repeat errors that Megatron may have made when it saved.
     intact = bool(_written_for(checkpoint))
     encodings = encodings_named(checkpoint.optimizer_format)
-    return "; ".join(one.note for one in encodings if one.note and not (intact and one.may_be_shifted))
+    return "; ".join(
+        encoding.note for encoding in encodings if encoding.note and not (intact and encoding.may_be_shifted)
+    )
 
 
 def _span(versions: Sequence[Version]) -> str:

@@ -21,13 +21,13 @@ Result = TypeVar("Result")
 def share_of(sizes: Sequence[int], rank: int, size: int) -> list[int]:
     """Return the positions of one process's items; the largest go first, each to the least loaded."""
     loads = [(0, number) for number in range(size)]
-    own = []
+    positions = []
     for position in sorted(range(len(sizes)), key=lambda position: -sizes[position]):
         load, number = heappop(loads)
         heappush(loads, (load + sizes[position], number))
         if number == rank:
-            own.append(position)
-    return sorted(own)
+            positions.append(position)
+    return sorted(positions)
 
 
 def map_shares(
@@ -50,10 +50,10 @@ def map_shares(
     Raises:
         CheckpointError: some process failed, or has ended; on every process.
     """
-    own = share_of([size(item) for item in items], team.rank, team.size)
-    shares = team.agree(lambda: dict(zip(own, work([items[position] for position in own]), strict=True)))
-    found = {position: result for share in shares for position, result in share.items()}
-    return [found[position] for position in range(len(items))]
+    positions = share_of([size(item) for item in items], team.rank, team.size)
+    shares = team.agree(lambda: dict(zip(positions, work([items[position] for position in positions]), strict=True)))
+    results = {position: result for share in shares for position, result in share.items()}
+    return [results[position] for position in range(len(items))]
 
 
 @dataclass(frozen=True)

@@ -210,13 +210,13 @@ class Overlaps:
     def of(self, shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> Overlap:
         """Return the same result as `overlap`."""
         key = (shape, _geometry(target), *map(_geometry, sources))
-        known = self._known.get(key)
-        if known is None:
+        relative = self._known.get(key)
+        if relative is None:
             at_zero = [replace(source, base=0) for source in sources]
-            known = self._known[key] = overlap(shape, replace(target, base=0), at_zero)
+            relative = self._known[key] = overlap(shape, replace(target, base=0), at_zero)
         base = target.base
-        runs = [(index, runs.moved(sources[index].base, base)) for index, runs in known.runs]
-        return Overlap(runs, known.missing, [base + position for position in known.missing_at])
+        runs = [(index, runs.moved(sources[index].base, base)) for index, runs in relative.runs]
+        return Overlap(runs, relative.missing, [base + position for position in relative.missing_at])
 
 
 def _geometry(piece: Piece) -> tuple[object, ...]:
@@ -276,10 +276,10 @@ def _sorted_runs(runs: tuple[Integers, Integers, Integers]) -> tuple[Integers, I
 
 
 def _intersect(
-    wanted: tuple[Integers, Integers, Integers], have: tuple[Integers, Integers, Integers]
+    want: tuple[Integers, Integers, Integers], have: tuple[Integers, Integers, Integers]
 ) -> tuple[Integers, Integers, Integers, Integers]:
-    """Intersect two sorted, disjoint lists: (first, position in have, position in wanted, length)."""
-    want_start, want_at, want_length = wanted
+    """Intersect two sorted, disjoint lists: (first, position in have, position in want, length)."""
+    want_start, want_at, want_length = want
     have_start, have_at, have_length = have
     low = numpy.searchsorted(have_start + have_length, want_start, side="right")
     high = numpy.searchsorted(have_start, want_start + want_length, side="left")

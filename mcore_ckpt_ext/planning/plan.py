@@ -108,19 +108,19 @@ class ElementByElement:
         """Compute the elements from those of the inputs."""
         return self.compute(*inputs)
 
-    def _input(self, source: Source, kind: str, wanted: TargetSlice) -> TargetSlice:
+    def _input(self, source: Source, kind: str, target: TargetSlice) -> TargetSlice:
         tensors = {}
-        for name, tensor in wanted.tensors.items():
-            own = source.logical_tensor(kind, name)
-            if own is None:
+        for name, tensor in target.tensors.items():
+            input_tensor = source.logical_tensor(kind, name)
+            if input_tensor is None:
                 raise UnreadableCheckpointError(
                     "a tensor cannot be derived: its inputs are not in the checkpoint",
                     expected=f"{kind} {name}",
-                    where=f"{wanted.kind} {name}",
+                    where=f"{target.kind} {name}",
                     hint="the checkpoint is incomplete or damaged: use another iteration",
                 )
-            tensors[name] = replace(own, shape=tensor.shape)
-        return replace(wanted, kind=kind, tensors=tensors)
+            tensors[name] = replace(input_tensor, shape=tensor.shape)
+        return replace(target, kind=kind, tensors=tensors)
 
 
 @runtime_checkable
@@ -198,7 +198,7 @@ class Plan:
 
     def of_kind(self, kind: str) -> Plan:
         """Return the part of the plan for destinations of one kind, with unchanged target indices."""
-        chosen = {index for index, wanted in enumerate(self.wanted) if wanted.kind == kind}
+        chosen = {index for index, target in enumerate(self.wanted) if target.kind == kind}
         return Plan(
             self.wanted,
             [copy for copy in self.copies if copy.target in chosen],
@@ -237,7 +237,7 @@ def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> 
     derivation = derivation_of(source, wanted.kind, wanted.slice.regions[0].name)
     if derivation is None:
         return [make_plan([wanted], source, accept_lost)]
-    needs = (plans_of(needed, own, accept_lost) for own, needed in derivation.inputs(wanted))
+    needs = (plans_of(needed, input_source, accept_lost) for input_source, needed in derivation.inputs(wanted))
     return [plan for plans in needs for plan in plans]
 
 
@@ -289,10 +289,10 @@ def _plan_piece(
             if region.name == name:
                 extents.append(stored.extent)
                 pieces.append(Piece(region, start, stop, stored.first + begin))
-    found = overlaps.of(want.tensors[name].shape, target, pieces)
-    copies.extend(Copy(extents[at], index, runs) for at, runs in found.runs)
+    coverage = overlaps.of(want.tensors[name].shape, target, pieces)
+    copies.extend(Copy(extents[at], index, runs) for at, runs in coverage.runs)
     held = prod(tensor.shape)
-    for (low, high), at in zip(found.missing, found.missing_at, strict=True):
+    for (low, high), at in zip(coverage.missing, coverage.missing_at, strict=True):
         if not (accept_lost or (want.may_pad and low >= held)):
             raise ModelMismatchError(
                 "the checkpoint does not contain every element of a tensor",

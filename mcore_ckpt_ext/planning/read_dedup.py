@@ -111,11 +111,11 @@ def _shared(file: str, wants: Sequence[Spans], rank: int) -> Iterator[tuple[int,
     groups = [(ranks, wants[ranks[0]][file]) for ranks in alike.values()]
     edges = numpy.unique(numpy.concatenate([spans.ravel() for _, spans in groups]))
     who: list[list[int]] = [[] for _ in edges]
-    own = set(_covered(edges, wants[rank][file]))
+    places = set(_covered(edges, wants[rank][file]))
     for ranks, of_them in groups:
-        for place in own.intersection(_covered(edges, of_them)):
+        for place in places.intersection(_covered(edges, of_them)):
             who[place] += ranks
-    for place in sorted(own):
+    for place in sorted(places):
         if len(who[place]) > 1:
             yield int(edges[place]), int(edges[place + 1]), tuple(sorted(who[place]))
 

@@ -37,8 +37,8 @@ class Condition(NamedTuple):
         Args:
             value_of: returns an argument of the job by name.
         """
-        found = value_of(self.argument)
-        return bool(found) if self.value is None else bool(found == self.value)
+        actual = value_of(self.argument)
+        return bool(actual) if self.value is None else bool(actual == self.value)
 
 
 class Without(NamedTuple):
@@ -181,7 +181,7 @@ class BridgeField:
 
 def bridge(*only_with: Condition, name: str = "") -> tuple[BridgeField, ...]:
     """Return a field of section `model`, or one for each condition."""
-    return tuple(BridgeField(name=name, only_with=one) for one in only_with) or (BridgeField(name=name),)
+    return tuple(BridgeField(name=name, only_with=condition) for condition in only_with) or (BridgeField(name=name),)
 
 
 def reads(*places: str) -> tuple[BridgeField, ...]:
@@ -258,19 +258,19 @@ class Argument(Generic[T, D]):
     @property
     def without_flag(self) -> Any:
         """The value of the argument without the flag; None if every job must pass the flag."""
-        found = self.values.default if self.flag is None or self.flag.without is DEFAULT else self.flag.without
-        return None if found is REQUIRED else found
+        default = self.values.default if self.flag is None or self.flag.without is DEFAULT else self.flag.without
+        return None if default is REQUIRED else default
 
     @property
     def releases(self) -> list[Version]:
         """The known releases whose parser has the argument."""
         first = parse_version(self.since) or OLDEST
         end = parse_version(self.until)
-        found = releases_between(first) if self.is_parsed else []
-        return [version for version in found if end is None or version not in releases_between(end)]
+        releases = releases_between(first) if self.is_parsed else []
+        return [version for version in releases if end is None or version not in releases_between(end)]
 
 
 def rows_of(*tables: type) -> dict[str, Argument[Any, Any]]:
     """Return the rows of tables by the names of their arguments."""
-    found = (row for table in tables for row in vars(table).values() if isinstance(row, Argument))
-    return {row.name: row for row in found}
+    rows = (row for table in tables for row in vars(table).values() if isinstance(row, Argument))
+    return {row.name: row for row in rows}

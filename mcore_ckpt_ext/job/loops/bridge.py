@@ -56,24 +56,24 @@ def job_arguments(content: Any, source: str) -> JobArguments:
         raise ValueError("it has no section `model`")
     model = content["model"]
     inner = model.get("transformer")  # a model's configuration may contain that of its transformer
-    found = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
-    found = _with_gemma_fields(found, named(model) or "")
-    if found.get("hybrid_layer_pattern") is None and isinstance(found.get("hybrid_override_pattern"), str):
-        found["hybrid_layer_pattern"] = found["hybrid_override_pattern"]  # its name before Core 0.17
+    arguments = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
+    arguments = _with_gemma_fields(arguments, named(model) or "")
+    if arguments.get("hybrid_layer_pattern") is None and isinstance(arguments.get("hybrid_override_pattern"), str):
+        arguments["hybrid_layer_pattern"] = arguments["hybrid_override_pattern"]  # its name before Core 0.17
     for section in _SECTIONS:
-        found |= section_arguments(section, _section(content, section))
+        arguments |= section_arguments(section, _section(content, section))
     for name, argument in _TURNED.items():
         value = _section(content, "checkpoint").get(name)
         if isinstance(value, bool):
-            found[argument] = not value
+            arguments[argument] = not value
     dtype = named(_section(content, "optimizer").get("main_params_dtype"))
     if dtype is not None:
-        found["main_params_dtype"] = dtype
-    found |= _vocabulary(model, _section(content, "tokenizer"))
+        arguments["main_params_dtype"] = dtype
+    arguments |= _vocabulary(model, _section(content, "tokenizer"))
     if is_plain(model.get("seq_length")) and model.get("seq_length") is not None:
-        found["seq_length"] = model["seq_length"]
-        found.setdefault("max_position_embeddings", model["seq_length"])
-    return JobArguments.of(found, source=source, is_complete=False)
+        arguments["seq_length"] = model["seq_length"]
+        arguments.setdefault("max_position_embeddings", model["seq_length"])
+    return JobArguments.of(arguments, source=source, is_complete=False)
 
 
 def _with_gemma_fields(arguments: dict[str, Any], provider: str) -> dict[str, Any]:
@@ -93,16 +93,16 @@ def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
 
 def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that Gemma 3's providers name differently (gemma/gemma3_provider.py, 0.6.2)."""
-    found: dict[str, Any] = {"scaled_embeddings": True, "rope_scaling_factor": None, **_gelu_of(model)}
+    arguments: dict[str, Any] = {"scaled_embeddings": True, "rope_scaling_factor": None, **_gelu_of(model)}
     bases, window, pattern = (model.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
     if isinstance(bases, list) and len(bases) == 2:
-        found |= {"rotary_base_local": bases[0], "rotary_base": bases[1]}
+        arguments |= {"rotary_base_local": bases[0], "rotary_base": bases[1]}
     if type(window) is int:
-        found["window_size"] = [window - 1, 0]
+        arguments["window_size"] = [window - 1, 0]
     if isinstance(pattern, list) and len(pattern) == 2 and pattern[1] == 1:
-        found["window_attn_skip_freq"] = pattern[0] + 1
+        arguments["window_attn_skip_freq"] = pattern[0] + 1
     scaling = model.get("rope_scaling_factor")
-    return {**found, "rotary_seq_len_interpolation_factor": None if scaling == 1 else scaling}
+    return {**arguments, "rotary_seq_len_interpolation_factor": None if scaling == 1 else scaling}
 
 
 def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def section_arguments(section: str, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = content.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = content.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _vocabulary(model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,12 +172,12 @@ def harmless(content: Any, path: tuple[str, ...] = ()) -> tuple[Any, list[str]]:
         return content, []
     if "_target_" in content and not _is_harmless(content):
         return None, [".".join(path) or "the whole of it"]
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     emptied: list[str] = []
     for name, value in content.items():
-        found[name], places = harmless(value, (*path, name))
+        kept[name], places = harmless(value, (*path, name))
         emptied += places
-    return found, emptied
+    return kept, emptied
 
 
 def _is_harmless(node: Mapping[str, Any]) -> bool:

@@ -63,17 +63,17 @@ def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, Mapping) or not config:
         raise ValueError("it has no configuration of a model")
     # A dtype without a YAML representer is written as its class.
-    known = {name: value for name, value in config.items() if value != {"_target_": "torch.dtype", "_call_": True}}
-    found = model_arguments(known)
+    fields = {name: value for name, value in config.items() if value != {"_target_": "torch.dtype", "_call_": True}}
+    arguments = model_arguments(fields)
     if isinstance(length := config.get("seq_length"), int):
-        found |= {"seq_length": length, "max_position_embeddings": length}
+        arguments |= {"seq_length": length, "max_position_embeddings": length}
     if (factor := config.get("scale_factor")) is not None and all(
         config.get(name) == at for name, at in _LLAMA_3.items()
     ):
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
+        arguments |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
     optim = model.get("optim")
     optimizer = optim.get("config") if isinstance(optim, Mapping) else None
-    return found | section_arguments("optimizer", optimizer if isinstance(optimizer, Mapping) else {})
+    return arguments | section_arguments("optimizer", optimizer if isinstance(optimizer, Mapping) else {})
 
 
 def _inner(reader: _Fiddle, root: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
@@ -101,16 +101,16 @@ class _Fiddle:
         """Return the fields of a configuration, unresolved."""
         node = self._resolved(value)
         items = node.get("items") if isinstance(node, Mapping) else None
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for item in items if isinstance(items, list) else ():
             if isinstance(item, list) and len(item) == 2 and (name := _ATTRIBUTE.fullmatch(str(item[0])[:200])):
-                found[name[1]] = item[1]
-        return found
+                fields[name[1]] = item[1]
+        return fields
 
     def plain(self, value: Any) -> dict[str, Any]:
         """Return the fields that are plain values, lists of them, or names of classes, functions and dtypes."""
         fields = self.fields(value)
-        return {name: found for name, item in fields.items() if (found := self._value(item)) is not None}
+        return {name: plain_value for name, item in fields.items() if (plain_value := self._value(item)) is not None}
 
     def _value(self, value: Any) -> Any:
         node = self._resolved(value)

@@ -33,7 +33,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: the fields by name; values are plain, or the names of objects (see `named`).
     """
-    found = {
+    arguments = {
         _RENAMED.get(name, name): value
         for name, value in config.items()
         if name not in (*_OTHERWISE, *_YARN)
@@ -41,18 +41,18 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         and not name.startswith("_")
         and is_plain(value)
     }
-    found |= {ours: config[name] for name, ours in _YARN.items() if isinstance(config.get(name), (int, float))}
+    arguments |= {ours: config[name] for name, ours in _YARN.items() if isinstance(config.get(name), (int, float))}
     if (dtype := named(config.get("params_dtype"))) is not None:
-        found["params_dtype"] = dtype
+        arguments["params_dtype"] = dtype
     if (split := config.get("pipeline_model_parallel_layout")) is not None:
-        found["pipeline_model_parallel_layout"] = split if is_plain(split) else str(named(split))
+        arguments["pipeline_model_parallel_layout"] = split if is_plain(split) else str(named(split))
     if isinstance(shared := config.get("share_embeddings_and_output_weights"), bool):
-        found["untie_embeddings_and_output_weights"] = not shared
+        arguments["untie_embeddings_and_output_weights"] = not shared
     groups = config.get("num_query_groups")
     heads = config.get("num_attention_heads")
     if groups is not None and heads is not None:
-        found["group_query_attention"] = groups != heads
-    return found | _activation(config)
+        arguments["group_query_attention"] = groups != heads
+    return arguments | _activation(config)
 
 
 def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,18 +61,18 @@ def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
     gated = config.get("gated_linear_unit")
     if function is None or not isinstance(gated, bool):
         return {}
-    own = function.rpartition(".")[2]
-    found = {
-        "swiglu": gated and own in _SILU,
-        "quick_geglu": gated and own == "quick_gelu",
-        "squared_relu": not gated and own == "squared_relu",
+    activation = function.rpartition(".")[2]
+    arguments = {
+        "swiglu": gated and activation in _SILU,
+        "quick_geglu": gated and activation == "quick_gelu",
+        "squared_relu": not gated and activation == "squared_relu",
     }
-    is_known = any(found.values()) or own in _GELU
-    found["gated_linear_unit"] = gated and not any(found.values())  # Megatron has no flag for it
+    is_known = any(arguments.values()) or activation in _GELU
+    arguments["gated_linear_unit"] = gated and not any(arguments.values())  # Megatron has no flag for it
     if not is_known:
-        return {**found, "activation_func": function}
+        return {**arguments, "activation_func": function}
     # Fused GELU is the tanh approximation; by default it is not fused (`bias_activation_fusion`).
-    return {**found, "bias_gelu_fusion": own != "gelu" or bool(config.get("bias_activation_fusion"))}
+    return {**arguments, "bias_gelu_fusion": activation != "gelu" or bool(config.get("bias_activation_fusion"))}
 
 
 def named(value: Any) -> str | None:
