@@ -61,40 +61,40 @@ def gather(item: Result, group: Any = None) -> list[Result]:
         return [item]
     data = pickle.dumps(item)
     ranks = dist.get_world_size(group)
-    own = _mark(data)
-    marks = [mark.tobytes() for mark in _all_gathered(own, ranks, group)]
+    local_mark = _mark(data)
+    marks = [mark.tobytes() for mark in _all_gathered(local_mark, ranks, group)]
     firsts: dict[bytes, int] = {}
     for rank, mark in enumerate(marks):
         firsts.setdefault(mark, rank)
     if len(firsts) == 1:
         return [item] * ranks
     # Ranks of this job made the pickles, as with torch's own collectives of objects.
-    known: dict[bytes, Result] = {
+    items_by_mark: dict[bytes, Result] = {
         mark: pickle.loads(short) for mark in firsts if (short := _short_bytes(mark)) is not None
     }
-    known[own] = item
+    items_by_mark[local_mark] = item
     long = {mark: first for mark, first in firsts.items() if _short_bytes(mark) is None}
     if len(long) * _FEW > ranks:
         sizes = list(map(_size_in, marks))
         gathered = _all_gathered(data.ljust(max(sizes), b"\0"), ranks, group)
         return [
-            item if mark == own else pickle.loads(padded[:size])
+            item if mark == local_mark else pickle.loads(padded[:size])
             for padded, size, mark in zip(gathered, sizes, marks, strict=True)
         ]
     for mark, first in long.items():
-        sent = _broadcast(data if mark == own else bytes(_size_in(mark)), first, group)
-        if mark != own:
-            known[mark] = pickle.loads(sent)
-    return [known[mark] for mark in marks]
+        sent = _broadcast(data if mark == local_mark else bytes(_size_in(mark)), first, group)
+        if mark != local_mark:
+            items_by_mark[mark] = pickle.loads(sent)
+    return [items_by_mark[mark] for mark in marks]
 
 
 def highest_of_all(numbers: Sequence[int], group: Any = None) -> list[int]:
     """Return the maximum over all ranks of a group (by default, of the job), number by number."""
     device = control_device(group)
-    own = torch.tensor(numbers, dtype=torch.int64)
-    found = own if device.type == "cpu" else _room(device)[: own.nbytes].view(torch.int64).copy_(own)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    highest: list[int] = found.tolist()
+    local = torch.tensor(numbers, dtype=torch.int64)
+    maxima = local if device.type == "cpu" else _room(device)[: local.nbytes].view(torch.int64).copy_(local)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    highest: list[int] = maxima.tolist()
     return highest
 
 
@@ -157,16 +157,16 @@ def _all_gathered(data: bytes, ranks: int, group: Any) -> NDArray[numpy.uint8]:
     device = control_device(group)
     if device.type != "cpu":
         return _all_gathered_over(device, data, ranks, group)
-    found = torch.empty((ranks, len(data)), dtype=torch.uint8)
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if found.numel() <= _LITTLE_BYTES:
+    rows = torch.empty((ranks, len(data)), dtype=torch.uint8)
+    local_row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if rows.numel() <= _LITTLE_BYTES:
         first = _rank_in_job(group, 0)
         is_first = dist.get_rank(group) == 0
-        dist.gather(own, list(found.unbind()) if is_first else None, first, group)
-        dist.broadcast(found, first, group)
+        dist.gather(local_row, list(rows.unbind()) if is_first else None, first, group)
+        dist.broadcast(rows, first, group)
     else:
-        dist.all_gather(list(found.unbind()), own, group)
-    gathered: NDArray[numpy.uint8] = found.numpy()
+        dist.all_gather(list(rows.unbind()), local_row, group)
+    gathered: NDArray[numpy.uint8] = rows.numpy()
     return gathered
 
 
@@ -217,10 +217,10 @@ class TorchRanks:
         """Return an item of every rank, by its rank in the job."""
         if self.groups == (None,):
             return dict(enumerate(gather(item)))
-        known = {dist.get_rank(): item}
+        items = {dist.get_rank(): item}
         for group in self.groups:
-            known = {rank: found for part in gather(known, group) for rank, found in part.items()}
-        return dict(sorted(known.items()))
+            items = {rank: received for part in gather(items, group) for rank, received in part.items()}
+        return dict(sorted(items.items()))
 
     def gather(self, item: Result) -> list[Result]:
         """Return an item of every rank, in their order."""
@@ -249,7 +249,7 @@ class TorchRanks:
         refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
         if refused:
             raise refusal(phase, refused, consequence) from cause
-        return {rank: found for rank, (found, _) in outcomes.items()}  # type: ignore[misc]  # none failed
+        return {rank: outcome for rank, (outcome, _) in outcomes.items()}  # type: ignore[misc]  # none failed
 
 
 JOB = TorchRanks()

@@ -31,8 +31,8 @@ def accelerator_type() -> str | None:
         Its name in torch ("cuda", "xpu", "npu"), or None on a machine that has none.
     """
     if hasattr(torch, "accelerator"):
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return None if found is None else found.type
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return None if accelerator is None else accelerator.type
     return next((kind for kind in _kinds_before_2_6() if device_module(kind).is_available()), None)
 
 
@@ -107,10 +107,10 @@ def driver_versions(driver: Path = _NVIDIA_DRIVER) -> Mapping[str, str]:
     Args:
         driver: the file in which NVIDIA's kernel module writes its version.
     """
-    found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": _nccl_version()}
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": _nccl_version()}
     if driver.exists() and (line := _NVIDIA_VERSION.search(driver.read_text(encoding="utf-8", errors="replace"))):
-        found["NVIDIA driver"] = line["version"]
-    return {name: version for name, version in found.items() if version}
+        versions["NVIDIA driver"] = line["version"]
+    return {name: version for name, version in versions.items() if version}
 
 
 def _nccl_version() -> str | None:

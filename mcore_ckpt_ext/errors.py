@@ -179,8 +179,8 @@ def _items(value: Any, depth: int) -> str:
     if isinstance(value, dict):
         texts = [f"{text}: {format_value(value[key], depth)}" for key, text in zip(first, texts, strict=True)]
     more = len(value) - len(first)
-    one = "," if type(value) is tuple and len(value) == 1 else ""
-    return ", ".join(texts) + one + (f" and {more:,} more" if more else "")
+    trailing_comma = "," if type(value) is tuple and len(value) == 1 else ""
+    return ", ".join(texts) + trailing_comma + (f" and {more:,} more" if more else "")
 
 
 @contextmanager

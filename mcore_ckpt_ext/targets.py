@@ -8,7 +8,9 @@ from mcore_ckpt_ext.formats.target import Target, is_target
 
 __all__ = ["TARGETS", "Target", "target_of"]
 
-TARGETS: dict[str, type[Target]] = {one.target.name: one.target for one in FORMATS if one.target is not None}
+TARGETS: dict[str, type[Target]] = {
+    candidate.target.name: candidate.target for candidate in FORMATS if candidate.target is not None
+}
 """The class of options for each format that this package writes."""
 
 
@@ -21,7 +23,7 @@ def target_of(target: object) -> Target:
     """
     if is_target(target):
         return target
-    options = " or ".join(f"{one.__name__}()" for one in TARGETS.values())
+    options = " or ".join(f"{kind.__name__}()" for kind in TARGETS.values())
     if not isinstance(target, str):
         given = target.__name__ if isinstance(target, type) else type(target).__name__
         raise TypeError(f"the target of a conversion is {options}, or a name: {', '.join(TARGETS)}; not {given}")

@@ -235,10 +235,10 @@ class Transfer:
         begin = top * step + part
         span = (bottom - top - 1) * step + 1
         if extent.transposed:
-            found = self._read_rows(payload, extent.first + begin, span, columns, extent.rows, array)
-            return found.view(columns, span)[:, ::step].t().contiguous()
-        found = self._read_rows(payload, extent.first + begin * columns, span * columns, 1, span * columns, array)
-        return found.view(span, columns)[::step].contiguous()
+            rows = self._read_rows(payload, extent.first + begin, span, columns, extent.rows, array)
+            return rows.view(columns, span)[:, ::step].t().contiguous()
+        rows = self._read_rows(payload, extent.first + begin * columns, span * columns, 1, span * columns, array)
+        return rows.view(span, columns)[::step].contiguous()
 
 
 def _threads() -> int:
@@ -304,7 +304,7 @@ def read_wanted(
     return result
 
 
-def _derived(derivation: Derivation, transfer: Transfer, wanted: TargetSlice, accept_lost: bool) -> torch.Tensor:
-    inputs = [read_wanted(source, transfer, needed, accept_lost) for source, needed in derivation.inputs(wanted)]
-    result: torch.Tensor = derivation.values(wanted, inputs)
+def _derived(derivation: Derivation, transfer: Transfer, target: TargetSlice, accept_lost: bool) -> torch.Tensor:
+    inputs = [read_wanted(source, transfer, needed, accept_lost) for source, needed in derivation.inputs(target)]
+    result: torch.Tensor = derivation.values(target, inputs)
     return result

@@ -176,19 +176,19 @@ class RecordWriter:
                 if stop.is_set():
                     return None
                 elements = self._room(record, block)
-                known = self._fill(record, block, elements)
+                pieces = self._fill(record, block, elements)
                 data = memoryview(elements.view(torch.uint8).numpy())
-                crc = checksum(data, known or (), crc)
+                crc = checksum(data, pieces or (), crc)
                 position = record.offset + block.start * size
                 file.write_block(data, position, elements.data_ptr())
                 moved(len(data))
-            found = whole.add(begin * size, end * size, crc)
-            if found is not None:
-                _write_checksums(file, record, found)
+            record_crc = whole.add(begin * size, end * size, crc)
+            if record_crc is not None:
+                _write_checksums(file, record, record_crc)
                 self._close_if_whole(record.file)
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
-        return found
+        return record_crc
 
     def _room(self, record: Record, block: Block) -> torch.Tensor:
         """Return this thread's reused memory for a block: new pages would cost more than reading into them.

@@ -66,10 +66,10 @@ def _products(words: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
     for block in range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK)):
         first = max(start, block * _BLOCK)
         last = min(start + words.numel(), (block + 1) * _BLOCK)
-        own = words[first - start : last - start]
+        part = words[first - start : last - start]
         factors = multipliers[first - block * _BLOCK : last - block * _BLOCK]
         # `dot` stores no products, which is several times faster; torch has it for integers on CPUs only.
-        yield (torch.dot(own, factors) if own.device.type == "cpu" else (own * factors).sum()) * _scale(block)
+        yield (torch.dot(part, factors) if part.device.type == "cpu" else (part * factors).sum()) * _scale(block)
 
 
 def added(*parts: int) -> int:

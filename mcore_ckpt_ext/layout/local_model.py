@@ -169,11 +169,11 @@ class LocalModels:
         layer, _ = split_layer(name)
         if layer is not None and layer.block == self._divided:
             return self._chunk_of_layer.get(layer.number)
-        own = name.removeprefix(self._prefix)
+        suffix = name.removeprefix(self._prefix)
         if is_of_prediction(name):
             return self._predicting_chunk
         if (
-            own.startswith(_FINAL_NORM)
+            suffix.startswith(_FINAL_NORM)
             and self.predicts_more_tokens
             and FINAL_NORM_FOLLOWS_LAST_LAYER.is_shown_by(self.arguments)
         ):
@@ -192,7 +192,7 @@ class LocalModels:
     @cached_property
     def _chunk_of_layer(self) -> dict[int, tuple[int, int]]:
         spans = enumerate(self.layers_by_chunk or [])
-        return {number: (rank, stage) for rank, own in spans for stage, span in enumerate(own) for number in span}
+        return {number: (rank, stage) for rank, stages in spans for stage, span in enumerate(stages) for number in span}
 
     @property
     def _is_divided_otherwise(self) -> bool:
@@ -300,8 +300,8 @@ class LocalModels:
             None if the stored chunks have an unknown pattern.
         """
         parts = [self._part_regions(part, tensor_rank, shard) for part in self._parts.get(name, [name])]
-        known = [part for part in parts if part is not None]
-        return tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
+        known_parts = [part for part in parts if part is not None]
+        return tuple(chain.from_iterable(known_parts)) if len(known_parts) == len(parts) else None
 
     def _part_regions(self, name: str, tensor_rank: int, shard: int) -> tuple[Region, ...] | None:
         """Return the regions of one stored array; None if the stored chunks have an unknown pattern.

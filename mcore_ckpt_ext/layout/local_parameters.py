@@ -176,12 +176,12 @@ def gated_in_towers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
     Args:
         shapes: shapes of a model's weights, or of a rank's parts of them, by model-space name.
     """
-    found = {}
+    gated = {}
     for name, shape in shapes.items():
         following = shapes.get(f"{name.rpartition('.')[0].removesuffix('linear_fc1')}linear_fc2.weight")
         if is_first_linear(name) and following is not None and not _is_of_language_layer(name):
-            found[name] = shape[0] == 2 * following[1]
-    return found
+            gated[name] = shape[0] == 2 * following[1]
+    return gated
 
 
 def _is_of_language_layer(name: str) -> bool:

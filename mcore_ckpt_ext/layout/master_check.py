@@ -56,8 +56,8 @@ _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 def bits_dtype(itemsize: int) -> torch.dtype:
     """Return the integer dtype of a width in bytes, in which bits are compared."""
-    found: torch.dtype = getattr(torch, _BITS[itemsize])
-    return found
+    dtype: torch.dtype = getattr(torch, _BITS[itemsize])
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +159,13 @@ def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
         return torch.equal(values.to(weight.dtype, copy=True).view(bits), stored.view(bits))
     room = torch.empty(min(_AT_ONCE, count), dtype=weight.dtype)
     rounded = room.view(bits)
-    own_parts = torch.split(stored.view(bits), max(1, _AT_ONCE * size // bits.itemsize))
-    for part, own in zip(torch.split(values, _AT_ONCE), own_parts, strict=True):
+    weight_parts = torch.split(stored.view(bits), max(1, _AT_ONCE * size // bits.itemsize))
+    for part, weight_part in zip(torch.split(values, _AT_ONCE), weight_parts, strict=True):
         if part.numel() < room.numel():  # the last part
             room = room[: part.numel()]
             rounded = room.view(bits)
         room.copy_(part)
-        if not torch.equal(rounded, own):
+        if not torch.equal(rounded, weight_part):
             return False
     return True
 
@@ -176,9 +176,9 @@ def first_neither(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None
     Returns:
         None if all are equal.
     """
-    found = first_mismatch(master, weight)
-    if found is None or weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
-        return found
+    mismatch = first_mismatch(master, weight)
+    if mismatch is None or weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
+        return mismatch
     # Of all fp32 numbers, the two roundings differ only for ties; the int16 sum wraps around as in the kernel.
     away = ((master.detach().contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16)
     bits = weight.detach().contiguous().view(torch.int16)

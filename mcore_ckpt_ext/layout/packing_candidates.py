@@ -53,8 +53,8 @@ def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
             origin = origins.get(bucket.buffer, 0) if group.joined else 0
             origins[bucket.buffer] = origin + bucket.numel_unpadded
             for parameter in bucket.parameters:
-                known = parameter.name in models.weights
-                regions = models.regions(parameter.name, group.rank.tensor, group.rank.shard) if known else None
+                is_weight = parameter.name in models.weights
+                regions = models.regions(parameter.name, group.rank.tensor, group.rank.shard) if is_weight else None
                 if regions is None or numel_of(regions) != parameter.stop - parameter.start:
                     return None
                 placements.append(Placement(parameter.name, regions, origin + parameter.start))
@@ -123,12 +123,12 @@ def _pack_buffer(
     models: LocalModels, rank: ModelRank, stage: int, names: Sequence[str], rule: PackingRule
 ) -> PackedBuffer | None:
     regions = [models.regions(name, rank.tensor, rank.shard) for name in names]
-    known = [region for region in regions if region is not None]
-    if len(known) != len(names):
+    known_regions = [region for region in regions if region is not None]
+    if len(known_regions) != len(names):
         return None
     parameters = [
         BufferParameter(numel_of(region), models.is_shared_embedding(name))
-        for name, region in zip(names, known, strict=True)
+        for name, region in zip(names, known_regions, strict=True)
     ]
     buckets = pack(
         parameters,
@@ -139,7 +139,7 @@ def _pack_buffer(
     )
     stored = models.weights[names[0]].tensor.dtype
     gradient = "float32" if models.arguments.accumulate_allreduce_grads_in_fp32 else stored
-    return PackedBuffer(f"(torch.{_buffer_dtype(models, names[0])}, torch.{gradient})", names, known, buckets)
+    return PackedBuffer(f"(torch.{_buffer_dtype(models, names[0])}, torch.{gradient})", names, known_regions, buckets)
 
 
 def _buffer_dtype(models: LocalModels, name: str) -> str:

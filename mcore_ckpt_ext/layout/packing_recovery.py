@@ -80,7 +80,7 @@ def recover(
         tried.setdefault(str(problem), []).append(proposal.label)
         sidecar_problem = problem if proposal.is_recorded else sidecar_problem
     try:
-        found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
+        by_content = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
     except PackingError as error:
         is_unknown = tried.keys() == {_INCOMPLETE}
         problems = [f"{', '.join(dict.fromkeys(labels))}: {problem}" for problem, labels in tried.items()]
@@ -90,7 +90,7 @@ def recover(
             where=str(group),
             hint=_UNKNOWN_PARAMETERS if is_unknown else None,
         ) from error
-    return RecoveredPacking("discovery by content", found, discovered=True, sidecar_problem=sidecar_problem)
+    return RecoveredPacking("discovery by content", by_content, discovered=True, sidecar_problem=sidecar_problem)
 
 
 def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:

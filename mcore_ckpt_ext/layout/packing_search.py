@@ -162,8 +162,8 @@ def irregularity(packings: Iterable[Packing]) -> str | None:
                 for layer, block in groupby(map(split_layer, names), key=lambda part: part[0])
                 if layer is not None
             ]
-            for block, own in groupby((layer for layer, _ in blocks), key=lambda layer: layer.block):
-                layers = [layer.number for layer in own]
+            for block, block_layers in groupby((layer for layer, _ in blocks), key=lambda layer: layer.block):
+                layers = [layer.number for layer in block_layers]
                 if block in seen or layers != sorted(set(layers), reverse=True):
                     return f"the layers of {block} would lie in the order {layers}"
                 seen.add(block)

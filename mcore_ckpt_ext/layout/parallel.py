@@ -112,12 +112,12 @@ def _unknown(arguments: JobArguments) -> frozenset[str]:
     is_single_stage = arguments.pipeline_model_parallel_size == 1
     has_no_experts = arguments.is_set("num_experts") and not arguments.num_experts
     not_needed = {dimension.name for dimension in DIMENSIONS if dimension.is_of_experts and has_no_experts}
-    known = {
+    size_is_known = {
         name: name in not_needed or arguments.raw.get(argument) is not None for name, argument in SIZE_ARGUMENTS.items()
     }
     # Megatron stores None for one stage.
-    known["virtual_pipeline"] = arguments.is_set(SIZE_ARGUMENTS["virtual_pipeline"]) or is_single_stage
-    return frozenset(name for name, is_known in known.items() if not is_known)
+    size_is_known["virtual_pipeline"] = arguments.is_set(SIZE_ARGUMENTS["virtual_pipeline"]) or is_single_stage
+    return frozenset(name for name, is_known in size_is_known.items() if not is_known)
 
 
 def has_varying_layers(arguments: JobArguments) -> bool:

@@ -190,17 +190,17 @@ class KnownOrder:
             rank = _rank_in_frame(item, prefix)
             return None if rank is None else (rank,)
         number = int(match[1])
-        own = match[2]
-        if not own.startswith(f"{_INNER}."):
-            return (_FRAME["mtp"], number, _AROUND[own]) if own in _AROUND else None
-        inner = self._key(own.removeprefix(f"{_INNER}."))
+        suffix = match[2]
+        if not suffix.startswith(f"{_INNER}."):
+            return (_FRAME["mtp"], number, _AROUND[suffix]) if suffix in _AROUND else None
+        inner = self._key(suffix.removeprefix(f"{_INNER}."))
         return None if inner is None else (_FRAME["mtp"], number, _AROUND[_INNER], *inner)
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
         keys = [self._key(suffix) for suffix in suffixes]
-        known = [(key, suffix) for key, suffix in zip(keys, suffixes, strict=True) if key is not None]
-        return [suffix for _, suffix in sorted(known)] if len(known) == len(suffixes) else None
+        keyed = [(key, suffix) for key, suffix in zip(keys, suffixes, strict=True) if key is not None]
+        return [suffix for _, suffix in sorted(keyed)] if len(keyed) == len(suffixes) else None
 
     def _key(self, suffix: str) -> tuple[int, ...] | None:
         name = parse(suffix)
@@ -258,13 +258,13 @@ class ObservedOrder:
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
         """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
-        known = self._frame.copy()
+        frame = self._frame.copy()
         for item in items:
-            if item not in known and is_output_layer(item):  # the observed model may have tied embeddings
-                own = [seen for seen in known if language_prefix(seen) == language_prefix(item)]
+            if item not in frame and is_output_layer(item):  # the observed model may have tied embeddings
+                alike = [seen for seen in frame if language_prefix(seen) == language_prefix(item)]
                 bias = item.replace(".weight", ".bias")
-                known.insert(known.index(bias) if bias in known else known.index(own[-1]) + 1 if own else 0, item)
-        return [item for item in known if item in items] if {*known} >= {*items} else None
+                frame.insert(frame.index(bias) if bias in frame else frame.index(alike[-1]) + 1 if alike else 0, item)
+        return [item for item in frame if item in items] if {*frame} >= {*items} else None
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
@@ -274,9 +274,9 @@ class ObservedOrder:
 
 def filters_first(names: Sequence[str]) -> bool | None:
     """Return whether mixers register filters first, by names in registration order; None without any."""
-    found = [name.rpartition("mixer.")[2] for name in names if ".mixer." in name]
-    of_filters = (name.startswith("conv1d.") for name in found)
-    others = {"dt_bias"} & {*found}
+    in_mixers = [name.rpartition("mixer.")[2] for name in names if ".mixer." in name]
+    of_filters = (name.startswith("conv1d.") for name in in_mixers)
+    others = {"dt_bias"} & {*in_mixers}
     return next(of_filters) if others else None
 
 
@@ -288,8 +288,8 @@ def known_orders(arguments: JobArguments) -> list[KnownOrder]:
         engine.reverse()
     elif arguments.moe_grouped_gemm:
         local.reverse()
-    found = [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
-    return [*found, *(order.of_version(OLDEST) for order in found if is_hybrid(arguments))]
+    orders = [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
+    return [*orders, *(order.of_version(OLDEST) for order in orders if is_hybrid(arguments))]
 
 
 def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: bool = False) -> list[str] | None:
@@ -316,8 +316,8 @@ def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: b
         return None
     result: list[str] = []
     for item in frame:
-        for number, own in sorted(layers.get(item, {}).items()):
-            suffixes = order.arrange(Layer(item, number), own)
+        for number, unordered in sorted(layers.get(item, {}).items()):
+            suffixes = order.arrange(Layer(item, number), unordered)
             if suffixes is None:
                 return None
             result += [in_layer(Layer(item, number), suffix) for suffix in suffixes]

@@ -28,12 +28,12 @@ def quantizes(arguments: JobArguments) -> bool:
 
 def is_quantized(name: str, arguments: JobArguments) -> bool:
     """Return whether the weight of this model-space name is quantized in a job with these arguments."""
-    found = _LINEAR.search(name) if quantizes(arguments) else None
-    if found is None:
+    match = _LINEAR.search(name) if quantizes(arguments) else None
+    if match is None:
         return False
     if not arguments.first_last_layers_bf16 or not _DECODER.search(name):
         return True
     # Megatron's defaults if they are not set (transformer_config.py, core_v0.12.1 to 0.19.2).
     start = 1 if arguments.num_layers_at_start_in_bf16 is None else arguments.num_layers_at_start_in_bf16
     end = 1 if arguments.num_layers_at_end_in_bf16 is None else arguments.num_layers_at_end_in_bf16
-    return start <= int(found[1]) < (arguments.num_layers or 0) - end
+    return start <= int(match[1]) < (arguments.num_layers or 0) - end

@@ -50,8 +50,8 @@ class RankArrays:
         """
         first = value.offset
         part = self._part(name, tensor_rank)
-        for own, shape in parts_of(name, value.shape, part.ranks, self._arguments).items():
-            self._add(kind, own, shape, first, value, part, place)
+        for part_name, shape in parts_of(name, value.shape, part.ranks, self._arguments).items():
+            self._add(kind, part_name, shape, first, value, part, place)
             first += prod(shape)
 
     def _add(

@@ -56,11 +56,11 @@ class RankGrid:
     def firsts(self) -> Mapping[tuple[int, int, int], int]:
         """The first global rank at each place (tensor, pipeline, expert) that has one."""
         layout = self.layout
-        found = dict[tuple[int, int, int], int]()
+        first_ranks = dict[tuple[int, int, int], int]()
         for rank in range(layout.world):
             tensor, _, _, pipeline = self.coordinates(rank)
-            found.setdefault((tensor, pipeline, rank // layout.expert_tensor % layout.expert), rank)
-        return found
+            first_ranks.setdefault((tensor, pipeline, rank // layout.expert_tensor % layout.expert), rank)
+        return first_ranks
 
     def place(self, rank: int) -> str:
         """Describe a global rank's place."""

@@ -54,15 +54,20 @@ class RecordedGroup:
 
 def orders_of(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
     """Return digests of parameter orders (`Sidecar.order`), independent of data-parallel padding."""
-    found: dict[tuple[int, int], str] = {}
+    digests: dict[tuple[int, int], str] = {}
     for group in groups:
         places = [
-            (one.buffer, one.dtypes, one.bucket, [(own.name, own.start, own.stop) for own in one.parameters])
-            for one in group.buckets
+            (
+                bucket.buffer,
+                bucket.dtypes,
+                bucket.bucket,
+                [(parameter.name, parameter.start, parameter.stop) for parameter in bucket.parameters],
+            )
+            for bucket in group.buckets
         ]
         digest = blake2b(repr(places).encode(), digest_size=8).hexdigest()
-        found |= {(group.child, index): digest for index in group.indices}
-    return found
+        digests |= {(group.child, index): digest for index in group.indices}
+    return digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ class StageLayout:
             stages = [_letters(stage) for stage in value]
         else:
             return None
-        known = {EMBEDDING, DECODER, PREDICTION, LOSS}
-        if not stages or any(stage is None or not known.issuperset(stage) for stage in stages):
+        letters = {EMBEDDING, DECODER, PREDICTION, LOSS}
+        if not stages or any(stage is None or not letters.issuperset(stage) for stage in stages):
             return None
         return cls(tuple(stage for stage in stages if stage is not None))
 
@@ -60,22 +60,22 @@ class StageLayout:
         Returns:
             None if no chunk has any, or several have (`validate_layer_layout` refuses them).
         """
-        found = [number for number, stage in enumerate(self.stages) if PREDICTION in stage]
-        return (found[0] % pipeline, found[0] // pipeline) if len(found) == 1 else None
+        chunks = [number for number, stage in enumerate(self.stages) if PREDICTION in stage]
+        return (chunks[0] % pipeline, chunks[0] // pipeline) if len(chunks) == 1 else None
 
 
 def _expanded(text: str) -> list[str | None]:
     """Expand a layout given as text, such as `Ettt|(tt|)*29,m|L`, into stages; empty if it is too long."""
     text = text.replace(",", "")
     for pattern in _REPEATED:
-        if len(text) + sum(len(one[1]) * int(one[2]) for one in pattern.finditer(text)) > _MOST:
+        if len(text) + sum(len(match[1]) * int(match[2]) for match in pattern.finditer(text)) > _MOST:
             return []
-        text = pattern.sub(lambda one: one[1] * int(one[2]), text)
+        text = pattern.sub(lambda match: match[1] * int(match[2]), text)
     return list(text.split("|"))
 
 
 def _letters(names: Iterable[object]) -> str | None:
     """Return the letters of a stage given as a list of names; None if one is unknown."""
     letters = [_LETTER.get(name.strip().lower()) if isinstance(name, str) else None for name in names]
-    known = [letter for letter in letters if letter is not None]
-    return "".join(known) if len(known) == len(letters) else None
+    known_letters = [letter for letter in letters if letter is not None]
+    return "".join(known_letters) if len(known_letters) == len(letters) else None

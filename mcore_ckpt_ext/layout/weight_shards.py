@@ -72,10 +72,10 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
     cuts = [(job.tensor_model_parallel_size or 1, weight_shards(job)) for job in (written, running)]
     if cuts[0] == cuts[1] or not (misplaces_gates(written) or misplaces_gates(running)):
         return
-    found, expected = (f"TP{tensor} and {tensor * shards} weight shards" for tensor, shards in reversed(cuts))
+    actual, expected = (f"TP{tensor} and {tensor * shards} weight shards" for tensor, shards in reversed(cuts))
     raise UnsupportedCheckpointError(
         "Megatron itself mixes up the rows of gated linears when the shards of generalized tensor parallelism change",
-        found=found,
+        found=actual,
         expected=expected,
         where=where,
         hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "

@@ -79,16 +79,19 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | N
     """
     every = _OF_STOCK if weaker is None else _OF_OURS
     comparisons = _comparisons(chunks, optimizer, loaded, weaker, every)
-    found = [item for comparison in comparisons for item in comparison.found or ()]
-    if not found:
+    mismatches = [mismatch for comparison in comparisons for mismatch in comparison.found or ()]
+    if not mismatches:
         return all(comparison.found is not None and not comparison.has_remainders for comparison in comparisons)
-    names = list(dict.fromkeys(item.name for item in found))
+    names = list(dict.fromkeys(mismatch.name for mismatch in mismatches))
     more = f"; and {counted(len(names) - _SHOWN, 'more parameter')}" if len(names) > _SHOWN else ""
     error = ProofError(
         f"after this load {counted(len(names), 'parameter has', 'parameters have')} masters that do not round to "
         "their weights: the first step "
         "would overwrite the weights with something else",
-        found="; ".join(str(next(item for item in found if item.name == name)) for name in names[:_SHOWN]) + more,
+        found="; ".join(
+            str(next(mismatch for mismatch in mismatches if mismatch.name == name)) for name in names[:_SHOWN]
+        )
+        + more,
         expected="every master rounds to its weight, bit for bit; of masters in CPU memory, one of every "
         f"{every} stretches of {STRETCH:,} elements was compared",
         hint="resume from another iteration, or with --no-load-optim; if you know that the masters are right, "
@@ -122,15 +125,15 @@ def _comparisons(
     chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
 ) -> list[_Comparison]:
     """Return the comparisons of all ranks; an error in one does not end a load that has succeeded."""
-    own: list[LiveMismatch] | None = None
+    mismatches: list[LiveMismatch] | None = None
     problem: str | None = None
     try:
-        own = live_mismatches(chunks, optimizer, weaker, every) if loaded else None
+        mismatches = live_mismatches(chunks, optimizer, weaker, every) if loaded else None
     except UnsupportedCheckpointError as error:
         problem = f"this version cannot check the optimizer: {error.found}"
     except Exception as error:  # noqa: BLE001 - see the docstring
         problem = f"{type(error).__name__}: {error}"
-    comparisons = gather(_Comparison(own, problem, any_keeps_remainders(optimizer)))
+    comparisons = gather(_Comparison(mismatches, problem, any_keeps_remainders(optimizer)))
     if problems := listed_of_all([comparison.problem for comparison in comparisons]):
         # Rank 0 names all; the log of a rank that could not check says so, too.
         announce(f"this load is not verified: {problems}", every_rank=problem is not None)

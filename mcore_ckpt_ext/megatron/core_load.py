@@ -72,12 +72,12 @@ def wrap_sharded_state_dict(original: Function) -> Function:
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *positional: Any, **keywords: Any) -> Any:
-        found = original(self, *positional, **keywords)
+        state_dict = original(self, *positional, **keywords)
         call = signature.bind(self, *positional, **keywords)
-        if not call.arguments.get("is_loading", False) or not isinstance(found, dict):
-            PROCESS.one(PendingSave).note(self, found)
-            return found
-        request = found if isinstance(found, LoadRequest) else LoadRequest(found)
+        if not call.arguments.get("is_loading", False) or not isinstance(state_dict, dict):
+            PROCESS.one(PendingSave).note(self, state_dict)
+            return state_dict
+        request = state_dict if isinstance(state_dict, LoadRequest) else LoadRequest(state_dict)
         request.optimizer = self  # the outermost optimizer of a chain sets it last
         return request
 
@@ -166,7 +166,9 @@ def _all_ask(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
 
     def inspect_here() -> None:
         served = [request for request in requests if serves(request.optimizer)] if speaks else []
-        if served and any(not _decided(session, one.optimizer, _fits(session, one)).is_stock for one in served):
+        if served and any(
+            not _decided(session, request.optimizer, _fits(session, request)).is_stock for request in served
+        ):
             ranks = format_ranks(rank for rank, has_one in enumerate(has_request) if not has_one)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and some ranks have no optimizer",
@@ -198,10 +200,10 @@ def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
             return None
         return _decided(session, optimizer, fits), not session.checkpoint.names(WEIGHT)
 
-    found = agreed("looking at the checkpoint", inspect_here)[0]
-    if found is None:
+    rank0_decision = agreed("looking at the checkpoint", inspect_here)[0]
+    if rank0_decision is None:
         return None
-    decision, is_unchecked = found
+    decision, is_unchecked = rank0_decision
     decision = with_order_compared(decision, session, lambda: chunks_of(optimizer), optimizer)
     explain(decision, session.folder)
     if decision.is_stock:
@@ -240,7 +242,7 @@ def _decided(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
         return LoadDecision(Loop.CORE)
     running, chain = live_arguments(chunks_of(optimizer), optimizer), Chain.of(optimizer)
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
-    both = [_spelled_out(one) for one in (checkpoint.arguments, running)]
+    both = [_spelled_out(arguments) for arguments in (checkpoint.arguments, running)]
     # The order in the buffers, if the sidecar has it, is compared afterwards (`with_order_compared`).
     by_arrays = checkpoint.sidecar is not None or not checkpoint.layout.unknown.isdisjoint(_PLACING)
     facts = LoadFacts(
@@ -263,12 +265,12 @@ def _switched(checkpoint: Checkpoint, chain: Chain) -> list[str]:
     """Return the optimizer's arguments that differ from the checkpoint's, if it has them."""
     kinds = {"optimizer_cpu_offload": is_offloaded, "use_precision_aware_optimizer": is_precision_aware}
     settings = {name: bool(value) for name, value in checkpoint.arguments.raw.items() if name in kinds}
-    found = [name for name, value in settings.items() if value != any(map(kinds[name], chain.distributed))]
+    differing = [name for name, value in settings.items() if value != any(map(kinds[name], chain.distributed))]
     joins = any(map(keeps_remainders, chain.distributed))
     index = checkpoint.format_reader.index
     if index is not None and has_remainders(index) != joins:
-        found.append("store_param_remainders")
-    return found
+        differing.append("store_param_remainders")
+    return differing
 
 
 def _is_shifted(checkpoint: Checkpoint) -> bool:

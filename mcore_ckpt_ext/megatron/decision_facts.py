@@ -109,10 +109,10 @@ def stored_groups(session: LoadSession) -> Callable[[], Sequence[Mapping[str, An
 
     @functools.cache
     def groups() -> Sequence[Mapping[str, Any]]:
-        found: list[Mapping[str, Any]] = []
+        param_groups: list[Mapping[str, Any]] = []
         if is_first_rank():
-            attempt(lambda: found.extend(session.checkpoint.param_groups()))  # stock Megatron reports the error
-        return found
+            attempt(lambda: param_groups.extend(session.checkpoint.param_groups()))  # stock Megatron reports the error
+        return param_groups
 
     return groups
 

@@ -114,8 +114,8 @@ def _find(written: JobArguments, running: JobArguments, folder: str) -> SavedSta
     place = str(running.raw.get(_SAVED_AT) or running.dataloader_save)
     root = Path(place, folder)
     usual = "mp_rank_00_000" if (written.pipeline_model_parallel_size or 1) > 1 else "mp_rank_00"
-    found = list(root.glob(f"{usual}/{_ANY_FILE}")) or list(root.glob(f"mp_rank_00*/{_ANY_FILE}"))
-    by_name = {path.name: path for path in found}
+    files = list(root.glob(f"{usual}/{_ANY_FILE}")) or list(root.glob(f"mp_rank_00*/{_ANY_FILE}"))
+    by_name = {path.name: path for path in files}
     names = list(map(_FILE.format, range(written.data_parallel_size or 0)))
     if set(by_name) != set(names):
         raise UnreadableCheckpointError(

@@ -207,8 +207,8 @@ def _opened(session: LoadSession, opened: Checkpoint | None) -> tuple[TorchDistC
         opened = session.checkpoint if opened is None else opened
     except UnsupportedCheckpointError as error:
         return None, str(error)
-    own = torch_dist_reader(opened)
-    return own, None if own is not None else f"a checkpoint in {opened.format}"
+    reader = torch_dist_reader(opened)
+    return reader, None if reader is not None else f"a checkpoint in {opened.format}"
 
 
 @dataclass(frozen=True)
@@ -228,10 +228,10 @@ class _Requests:
     @classmethod
     def of(cls, tree: Any) -> _Requests:
         mapping: Any = import_module(_MAPPING)
-        found = list(leaves(tree))
-        tensors = [leaf for leaf in found if type(leaf) is mapping.ShardedTensor]
-        objects = [leaf for leaf in found if type(leaf) is mapping.ShardedObject]
-        others = [leaf for leaf in found if type(leaf) not in (mapping.ShardedTensor, mapping.ShardedObject)]
+        requested = list(leaves(tree))
+        tensors = [leaf for leaf in requested if type(leaf) is mapping.ShardedTensor]
+        objects = [leaf for leaf in requested if type(leaf) is mapping.ShardedObject]
+        others = [leaf for leaf in requested if type(leaf) not in (mapping.ShardedTensor, mapping.ShardedObject)]
         return cls(tensors, objects, f"it requests a {type(others[0]).__name__}" if others else None)
 
 

@@ -47,7 +47,7 @@ def check_export(arguments: Any) -> None:
     save = getattr(arguments, "save", None)
     interval = getattr(arguments, "save_interval", None)
     chosen = getattr(arguments, "ckpt_format", TORCH_DIST)
-    found = (
+    obstacle = (
         f"{EXPORT_HF.flag} {every}"
         if every < 0
         else f"--save {save}"
@@ -58,10 +58,10 @@ def check_export(arguments: Any) -> None:
         if not interval or every % interval
         else None
     )
-    if found is not None:
+    if obstacle is not None:
         raise UsageError(
             "no checkpoint of this job can be exported to Hugging Face",
-            found=found,
+            found=obstacle,
             expected=f"--save FOLDER, --ckpt-format {TORCH_DIST}, and {EXPORT_HF.flag} a multiple of --save-interval",
         )
 

@@ -120,13 +120,13 @@ def packs_otherwise(session: LoadSession, chunks: Callable[[], Chunks], optimize
         return None if sidecar is None else sidecar.order()
 
     def differs() -> bool:
-        own: dict[tuple[int, int], str] = {}
+        live_orders: dict[tuple[int, int], str] = {}
         # Stock Megatron may load kinds of optimizers that this package does not support.
-        attempt(lambda: own.update(orders_of(recorded_groups(chunks(), optimizer))))
-        return any(known.get(group, order) != order for group, order in own.items())
+        attempt(lambda: live_orders.update(orders_of(recorded_groups(chunks(), optimizer))))
+        return any(recorded_orders.get(group, order) != order for group, order in live_orders.items())
 
-    known = agreed(_PHASE, recorded)[0] or {}
-    return bool(known) and any(agreed(_PHASE, differs))
+    recorded_orders = agreed(_PHASE, recorded)[0] or {}
+    return bool(recorded_orders) and any(agreed(_PHASE, differs))
 
 
 def assess_live(
@@ -217,8 +217,10 @@ def _refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str |
     written = JobArguments.of(vars(common["args"]))
     check_optimizer_was_saved(written, str(name))
     if is_another_kind(written, kind_named(vars(arguments))):
-        found, expected = (f"--optimizer {kind_named(one)}" for one in (written.raw, vars(arguments)))
-        raise another_kind_of_optimizer(found, expected, str(name))
+        stored_kind, running_kind = (
+            f"--optimizer {kind_named(settings)}" for settings in (written.raw, vars(arguments))
+        )
+        raise another_kind_of_optimizer(stored_kind, running_kind, str(name))
 
 
 def _by_megatron(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:

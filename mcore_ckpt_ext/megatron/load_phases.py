@@ -178,7 +178,7 @@ def _take_locality(load: MegatronLoad, ranks: Any, answers: Sequence[bool]) -> N
 
 
 def _take_assessment(load: MegatronLoad, ranks: Any, assessments: Sequence[LoadAssessment | None]) -> None:
-    load.assessment = next((one for one in assessments if one is not None), None)
+    load.assessment = next((assessment for assessment in assessments if assessment is not None), None)
 
 
 LOOKING = (

@@ -53,7 +53,7 @@ def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
         return
     children = {(*path, key): value for key, value in items_of(tree)}
     if not isinstance(tree, dict):
-        within = [any(one[: len(child)] == child for one in planned) for child in children]
+        within = [any(planned_path[: len(child)] == child for planned_path in planned) for child in children]
         if any(within) and not all(within):
             raise UnsupportedCheckpointError(
                 "a list of the state dict mixes optimizers that Megatron can load with others that it cannot",
@@ -68,7 +68,7 @@ def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
     """Return a copy of the tree without the nodes at some paths; only their parents are copied."""
     if path in planned:
         return {}
-    if not isinstance(tree, (dict, list)) or not any(one[: len(path)] == path for one in planned):
+    if not isinstance(tree, (dict, list)) or not any(planned_path[: len(path)] == path for planned_path in planned):
         return tree
     kept = {key: without(value, planned, (*path, key)) for key, value in items_of(tree) if (*path, key) not in planned}
     return kept if isinstance(tree, dict) else list(kept.values())
@@ -81,7 +81,7 @@ def with_plans(result: Any, plans: Mapping[Path, LoadPlan]) -> Any:
     """
     if isinstance(result, tuple):
         loaded, *keys = result
-        return (with_plans(loaded, plans), *(_of_no_optimizer(found) for found in keys))
+        return (with_plans(loaded, plans), *(_of_no_optimizer(key_set) for key_set in keys))
     for path, plan in plans.items():
         result = _with_plan(result, path, plan)
     return result

@@ -30,8 +30,11 @@ class MasterEvidence:
     @classmethod
     def of_all_ranks(cls, own: MasterEvidence) -> MasterEvidence:
         """Return the combined evidence of all ranks. Collective."""
-        found = gather(own)
-        return cls([name for one in found for name in one.matching], [name for one in found for name in one.differing])
+        of_ranks = gather(own)
+        return cls(
+            [name for evidence in of_ranks for name in evidence.matching],
+            [name for evidence in of_ranks for name in evidence.differing],
+        )
 
     @classmethod
     def of(cls, chunks: Chunks, optimizer: Any) -> MasterEvidence:

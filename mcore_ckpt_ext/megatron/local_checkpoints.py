@@ -59,7 +59,7 @@ def takes_local_checkpoint(scope: Scope, call: Mapping[str, Any], directory: str
 
 
 def _check_layout(written: Mapping[str, Any], running: Mapping[str, Any], name: Any, persistent: int | None) -> None:
-    layouts = [ParallelLayout.from_arguments(JobArguments.of(one)) for one in (written, running)]
+    layouts = [ParallelLayout.from_arguments(JobArguments.of(arguments)) for arguments in (written, running)]
     if layouts[0] == layouts[1]:
         return
     number, rank, *_ = name

@@ -35,8 +35,8 @@ def token_count(arguments: Any) -> int | None:
         The number; None if neither the tokenizer nor `--vocab-size` gives it.
     """
     tokenizer = getattr(sys.modules.get(_TOKENIZER[0]), _TOKENIZER[1], None)
-    found = getattr(tokenizer, "vocab_size", None)
-    count = found if isinstance(found, int) else JobArguments.of(vars(arguments)).tokens
+    vocab_size = getattr(tokenizer, "vocab_size", None)
+    count = vocab_size if isinstance(vocab_size, int) else JobArguments.of(vars(arguments)).tokens
     rows = getattr(arguments, "padded_vocab_size", None)
     return count if count is None or not isinstance(rows, int) else min(count, rows)
 
@@ -114,11 +114,11 @@ def initialization_kept(chunks: Chunks, tokens: range, optimizer: Any = None) ->
             weights with zeros (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
     """
     rows = list(_rows_of(chunks, tokens)) if tokens else []
-    values = [one.clone() for one in rows]
+    values = [part.clone() for part in rows]
     yield
     with torch.no_grad():
-        for own, before in zip(rows, values, strict=True):
-            own.copy_(before)
+        for part, before in zip(rows, values, strict=True):
+            part.copy_(before)
     if tokens and optimizer is not None:
         optimizer.reload_model_params()
 

@@ -17,8 +17,8 @@ _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
 
 def has_other_rates(written: JobArguments, running: JobArguments) -> bool:
     """Return True if a learning rate, and so the bounds of groups, differs from the checkpoint's."""
-    known = [rate for rate in _RATES if rate in written.raw and rate in running.raw]
-    return any(written.raw[rate] != running.raw[rate] for rate in known)
+    shared_rates = [rate for rate in _RATES if rate in written.raw and rate in running.raw]
+    return any(written.raw[rate] != running.raw[rate] for rate in shared_rates)
 
 
 def overrides_own_bounds(running: JobArguments, chain: Chain) -> bool:
@@ -28,10 +28,14 @@ def overrides_own_bounds(running: JobArguments, chain: Chain) -> bool:
         return False
 
     def is_its_own(group: Group, bound: str, rate: str) -> bool:
-        wanted = settings.get(f"decoupled_{rate}" if group.get("is_decoupled_lr") else rate)
-        return wanted is not None and group.get(bound) not in (None, wanted)
+        configured = settings.get(f"decoupled_{rate}" if group.get("is_decoupled_lr") else rate)
+        return configured is not None and group.get(bound) not in (None, configured)
 
-    live = [group for child in (*chain.distributed, *(one for one, _ in chain.whole)) for group in groups_of(child)]
+    live = [
+        group
+        for child in (*chain.distributed, *(optimizer for optimizer, _ in chain.whole))
+        for group in groups_of(child)
+    ]
     return any(is_its_own(group, *names) for group in live for names in (("max_lr", "lr"), ("min_lr", "min_lr")))
 
 
@@ -47,14 +51,14 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     def identifier(group: Group) -> list[Any]:
         return [group[key] if key in group else group.get(f"pre_{key}") for key in keys]
 
-    known: list[list[Any]] = []
-    for found in map(identifier, stored):
-        if found not in known:
-            known.append(found)
+    stored_identities: list[list[Any]] = []
+    for identity in map(identifier, stored):
+        if identity not in stored_identities:
+            stored_identities.append(identity)
     # Layer-wise optimizers match their groups in other ways.
     whole = [child for child, layer_wise in chain.whole if layer_wise is None]
     live = [group for child in (*chain.distributed, *whole) for group in groups_of(child)]
-    return bool(stored) and any(identifier(group) not in known for group in live)
+    return bool(stored) and any(identifier(group) not in stored_identities for group in live)
 
 
 def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:
@@ -65,7 +69,7 @@ def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:
     `Optimizer.load_state_dict` replaces the live groups with the stored ones (torch/optim/optimizer.py, 2.13), and the
     first step fails with a KeyError (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py).
     """
-    live = [child.optimizer for child in (*chain.distributed, *(one for one, _ in chain.whole))]
+    live = [child.optimizer for child in (*chain.distributed, *(optimizer for optimizer, _ in chain.whole))]
     is_needed = any(_BIAS_CORRECTION in getattr(inner, "defaults", ()) for inner in live)
     return is_needed and bool(stored) and not any(_BIAS_CORRECTION in group for group in stored)
 

@@ -104,13 +104,13 @@ class LoadDecision:
         return next((check for check in CHECKS if check.name == self.reason), None)
 
     def __str__(self) -> str:
-        what = f"the optimizer ({self.optimizer_format or 'format not needed'}) in {self.loop.value}"
+        optimizer = f"the optimizer ({self.optimizer_format or 'format not needed'}) in {self.loop.value}"
         if self.check is None:
             names = ", ".join(check.name for check in CHECKS if self.loop in check.loops)
             omitted = f" {WITHOUT_RANDOM_STATES}" if self.omits_random_states else ""
-            return f"stock Megatron loads {what}{omitted}; none of these applies: {names}"
+            return f"stock Megatron loads {optimizer}{omitted}; none of these applies: {names}"
         return (
-            f"this package fills {what} because of: {self.check.name}. Stock Megatron cannot do this: "
+            f"this package fills {optimizer} because of: {self.check.name}. Stock Megatron cannot do this: "
             f"{self.check.consequence} ({self.check.source})"
         )
 
@@ -148,7 +148,7 @@ def _uses_torch_adam(facts: LoadFacts) -> bool:
 
 def _trains_views(facts: LoadFacts) -> bool:
     def holds_fp32(child: object) -> bool:
-        return any(one.dtype == torch.float32 for one in getattr(child, "model_param_group_index_map", ()))
+        return any(parameter.dtype == torch.float32 for parameter in getattr(child, "model_param_group_index_map", ()))
 
     return _is_in_place(facts) and _any(holds_fp32, facts)
 

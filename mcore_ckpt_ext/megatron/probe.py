@@ -129,9 +129,9 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
     Raises:
         ResumeRefusedError: some ranks see a tracker file that others do not see.
     """
-    for folder, *found in zip(_named(arguments, load_arg), *seen, strict=False):
-        blind = [rank for rank, sees in enumerate(found) if not sees]
-        if 0 < len(blind) < len(found):
+    for folder, *sightings in zip(_named(arguments, load_arg), *seen, strict=False):
+        blind = [rank for rank, sees in enumerate(sightings) if not sees]
+        if 0 < len(blind) < len(sightings):
             raise ResumeRefusedError(
                 "mcore_ckpt_ext refused while inspecting the checkpoint; nothing is loaded\n  some ranks see no "
                 "checkpoint where others do",
@@ -157,7 +157,7 @@ def check_all_have_the_same(settings: Sequence[Mapping[str, str]]) -> None:
         raise ResumeRefusedError(
             "mcore_ckpt_ext refused while inspecting the checkpoint; nothing is loaded\n  its settings are not "
             "the same on all ranks",
-            found="; ".join(f"{name}: {' and '.join(found)}" for name, found in values.items()),
+            found="; ".join(f"{name}: {' and '.join(distinct)}" for name, distinct in values.items()),
             expected="the same on all ranks",
             hint="export the variable on every machine, or give the flag to all ranks",
         )
@@ -188,8 +188,8 @@ def resuming_from_complete(scope: Scope, health: IterationHealth | None) -> Iter
     if health.newest_complete is None:
         yield  # no other iteration is complete: the load itself fails and reports what is missing
         return
-    what = "; ".join(health.problems[:_SHOWN])
-    announce(f"{health.wanted} is not complete ({what}); resuming from iteration {health.newest_complete} instead")
+    problems = "; ".join(health.problems[:_SHOWN])
+    announce(f"{health.wanted} is not complete ({problems}); resuming from iteration {health.newest_complete} instead")
     chosen = health.newest_complete
     named = overridden(scope, read_metadata=lambda *_, **__: (chosen, False))
     with named, overridden(vars(arguments), ckpt_step=chosen):
@@ -221,9 +221,9 @@ def check_complete(health: IterationHealth | None, directory: str) -> None:
 
 
 def _refusal(health: IterationHealth, number: int, directory: str) -> ResumeRefusedError:
-    found = "; ".join(health.problems[:_SHOWN])
+    problems = "; ".join(health.problems[:_SHOWN])
     if len(health.problems) > _SHOWN:
-        found += f"; and {len(health.problems) - _SHOWN} more (to list them: mcore-ckpt verify PATH)"
+        problems += f"; and {len(health.problems) - _SHOWN} more (to list them: mcore-ckpt verify PATH)"
     by_hand = f"--ckpt-step {number}" if health.has_tracker else f"writing {number} into the tracker file"
     hint = (
         f"iteration {number} is complete: {by_hand} takes it, "
@@ -231,7 +231,7 @@ def _refusal(health: IterationHealth, number: int, directory: str) -> ResumeRefu
     )
     return ResumeRefusedError(
         refusal_text("looking for a complete checkpoint", f"{health.wanted} is not complete"),
-        found=found,
+        found=problems,
         where=directory,
         hint=hint,
     )

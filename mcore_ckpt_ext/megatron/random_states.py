@@ -69,10 +69,10 @@ def are_too_few(written: JobArguments, running: JobArguments) -> bool:
 
     Source: `get_rng_state` and `load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
     """
-    stored, wanted = (
+    stored, requested = (
         ParallelLayout.from_arguments(job).data if job.raw.get(_FOR_EACH_RANK) else 1 for job in (written, running)
     )
-    return wanted > stored
+    return requested > stored
 
 
 def lacks_requested_states(session: LoadSession, tree: Any) -> bool:

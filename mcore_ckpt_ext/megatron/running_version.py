@@ -14,8 +14,8 @@ def megatron_version() -> Version:
     Raises:
         UnsupportedCheckpointError: it has no valid version.
     """
-    found = sys.modules["megatron.core"].__version__
-    version = parse_version(found)
+    version_text = sys.modules["megatron.core"].__version__
+    version = parse_version(version_text)
     if version is None:
-        raise UnsupportedCheckpointError("the running Megatron Core has no version", found=found)
+        raise UnsupportedCheckpointError("the running Megatron Core has no version", found=version_text)
     return version

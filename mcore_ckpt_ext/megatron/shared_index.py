@@ -59,8 +59,8 @@ def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | 
     with suppress(CheckpointError, OSError):
         run = Path(str(directory))
         folder = run / iteration_name(step) if step else iteration_folder(run)
-        found = SharedIndex(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
-        return found if getattr(arguments, "ckpt_assume_constant_structure", False) else found.without_plans()
+        index = SharedIndex(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
+        return index if getattr(arguments, "ckpt_assume_constant_structure", False) else index.without_plans()
     return None
 
 
@@ -182,13 +182,13 @@ def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: SharedI
     if handed is not None and files is not None:
         reader.fs = _WithIndex(files, handed.data)
     try:
-        found = read_metadata(reader)
+        metadata = read_metadata(reader)
     finally:
         if files is not None:
             reader.fs = files
-    if getattr(found, PLANS, None) is True:  # the placeholder for the plans
-        delattr(found, PLANS)
-    return found
+    if getattr(metadata, PLANS, None) is True:  # the placeholder for the plans
+        delattr(metadata, PLANS)
+    return metadata
 
 
 class _WithIndex:

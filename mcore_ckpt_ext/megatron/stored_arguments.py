@@ -36,8 +36,10 @@ def wrap_load_args(original: Function) -> Function:
             return original(*positional, **keywords)
         checkpoint = session.checkpoint
         state = {**checkpoint.common, "args": Namespace(**checkpoint.args)}
-        found = as_base_checkpoint(scope, with_torch_dtypes(state), session.folder, is_release=checkpoint.is_release)
-        with overridden(scope, _load_base_checkpoint=lambda *_, **__: found):
+        base_checkpoint = as_base_checkpoint(
+            scope, with_torch_dtypes(state), session.folder, is_release=checkpoint.is_release
+        )
+        with overridden(scope, _load_base_checkpoint=lambda *_, **__: base_checkpoint):
             return original(*positional, **keywords)
 
     return load_args_from_checkpoint

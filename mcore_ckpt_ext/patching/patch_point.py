@@ -121,8 +121,10 @@ def checked_function(patch_point: PatchPoint, place: Place) -> Function:
         raise PatchPointMismatchError(f"its parameters cannot be read: {error}") from error
     # `in` consumes the iterator up to the name that it finds, so this also checks the order.
     if not all(name in names for name in patch_point.parameters):
-        found = ", ".join(inspect.signature(target).parameters)
-        raise PatchPointMismatchError(f"expected the parameters ({', '.join(patch_point.parameters)}), found ({found})")
+        actual = ", ".join(inspect.signature(target).parameters)
+        raise PatchPointMismatchError(
+            f"expected the parameters ({', '.join(patch_point.parameters)}), found ({actual})"
+        )
     scope = getattr(inspect.unwrap(target), "__globals__", {})
     version = version_of(patch_point)
     missing = [name for name in patch_point.reads if name not in scope and not is_older_than(version, name)]

@@ -24,24 +24,24 @@ def add_replaced_types(error: BaseException, replaced: Sequence[str]) -> None:
     if not isinstance(error, CheckpointError):
         return
     named = [text.partition(":") for text in replaced]
-    found = [getattr(sys.modules.get(module), name, None) for module, _, name in named]
-    missing = [kind for kind in found if isinstance(kind, type) and not isinstance(error, kind)]
+    kinds = [getattr(sys.modules.get(module), name, None) for module, _, name in named]
+    missing = [kind for kind in kinds if isinstance(kind, type) and not isinstance(error, kind)]
     if missing:
         error.__class__ = _subclass(type(error), missing)
         if isinstance(error, CheckpointException):
             error._failures = getattr(error.__cause__, "failures", {})
 
 
-def _subclass(own: type[CheckpointError], others: Sequence[type]) -> Any:
+def _subclass(error_type: type[CheckpointError], others: Sequence[type]) -> Any:
     """Make a subclass with the same name and text; instances are pickled as the base class."""
     return type(
-        own.__name__,
-        (own, *others),
+        error_type.__name__,
+        (error_type, *others),
         {
-            "__module__": own.__module__,
-            "__qualname__": own.__qualname__,
-            "__doc__": own.__doc__,
-            "__str__": own.__str__,
-            "__reduce__": lambda self: (own, self.args),
+            "__module__": error_type.__module__,
+            "__qualname__": error_type.__qualname__,
+            "__doc__": error_type.__doc__,
+            "__str__": error_type.__str__,
+            "__reduce__": lambda self: (error_type, self.args),
         },
     )

@@ -21,8 +21,8 @@ class Process:
         with self._lock:
             if kind not in self._kept:
                 self._kept[kind] = (make or kind)()
-            found: Kept = self._kept[kind]
-            return found
+            instance: Kept = self._kept[kind]
+            return instance
 
 
 PROCESS = Process()

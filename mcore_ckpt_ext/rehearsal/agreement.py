@@ -88,6 +88,6 @@ def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbati
             return reason_of(error)
         return None
 
-    found = {rank: text for rank in range(ranks) if (text := reason(rank)) is not None}
-    if found:
-        raise RefusedError(refusal(phase, found), is_verbatim=is_verbatim)
+    reasons = {rank: text for rank in range(ranks) if (text := reason(rank)) is not None}
+    if reasons:
+        raise RefusedError(refusal(phase, reasons), is_verbatim=is_verbatim)

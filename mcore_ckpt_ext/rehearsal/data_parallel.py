@@ -41,13 +41,13 @@ class DataParallelRanks:
         layout = self._job.layout
         grid = RankGrid(layout, bool(self._job.arguments.use_tp_pp_dp_mapping))
         tensor, context, data, pipeline = grid.coordinates(rank)
-        found = [(ModelRank(pipeline, tensor), data * layout.context + context)]
+        places = [(ModelRank(pipeline, tensor), data * layout.context + context)]
         if self._job.models.has_expert_optimizer:
             within = (data * layout.context + context) * layout.tensor + tensor
             rest, part = divmod(within, layout.expert_tensor)
             number, expert = divmod(rest, layout.expert)
-            found.append((ModelRank(pipeline, part, expert), number))
-        return found
+            places.append((ModelRank(pipeline, part, expert), number))
+        return places
 
     def shards(self, rank: int, parts: Mapping[ModelRank, Sequence[SimulatedShard]]) -> list[SimulatedShard]:
         """Return a rank's shards of the given parts, in the order of its optimizers.
@@ -56,11 +56,11 @@ class DataParallelRanks:
             rank: its global number.
             parts: whole parts of parameters by place in the model.
         """
-        found: list[SimulatedShard] = []
+        shards: list[SimulatedShard] = []
         for place, number in self.places(rank):
-            own = parts.get(place, ())
-            found += self._cut(place, number, own) if own and self.are_known else own
-        return found
+            local_parts = parts.get(place, ())
+            shards += self._cut(place, number, local_parts) if local_parts and self.are_known else local_parts
+        return shards
 
     def _cut(self, place: ModelRank, number: int, parts: Sequence[SimulatedShard]) -> Iterator[SimulatedShard]:
         by_name = {part.name: part for part in parts}
@@ -88,9 +88,9 @@ class DataParallelRanks:
     @cached_property
     def _order(self) -> ParameterOrder | None:
         try:
-            found = order_for(
+            order = order_for(
                 self._checkpoint, self._job.arguments, self._job.models.has_expert_optimizer, self._version
             )
         except UnsupportedCheckpointError:
             return None
-        return found
+        return order

@@ -32,7 +32,7 @@ def simulated_groups(
 def _distinct(
     stored: Sequence[Group], written: JobArguments, running: JobArguments, *, of_experts: bool
 ) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     groups = with_defaults(stored)
     rates = decoupled_bounds(running)
     was_decoupled = any(is_decoupled(group, written) for group in groups)
@@ -40,18 +40,18 @@ def _distinct(
         live = {**group, "params": [0], "is_expert_parallel": of_experts}
         live.pop("step", None)
         if is_decoupled(group, written):
-            own = [{**live, **rates}] if rates else []
+            variants = [{**live, **rates}] if rates else []
         else:
             for bound, rate in _BOUNDS_OF_RATES.items():
                 # A group may have other bounds by overrides of its own, which it keeps.
                 if group.get(bound) is not None and group[bound] == written.raw.get(rate):
                     live[bound] = running.raw.get(rate, group[bound])
-            own = [live]
+            variants = [live]
             if rates and not was_decoupled and not of_experts and decay_of(group):
-                own.append({**live, **rates, **({"default_config": False} if "default_config" in live else {})})
-        for one in own:
-            found.setdefault(repr((rule_of(one), identity(one, REFINED_IDENTITY))), one)
-    return found
+                variants.append({**live, **rates, **({"default_config": False} if "default_config" in live else {})})
+        for variant in variants:
+            distinct.setdefault(repr((rule_of(variant), identity(variant, REFINED_IDENTITY))), variant)
+    return distinct
 
 
 def decoupled_bounds(running: JobArguments) -> dict[str, Any]:

@@ -73,9 +73,9 @@ def simulated_chain(
     """
     is_aware = bool(running.use_precision_aware_optimizer)
     kind = SimulatedOffloaded if running.optimizer_cpu_offload else SimulatedAdam
-    inner = [kind(own, has_remainders and is_aware) for own in groups]
+    inner = [kind(param_groups, has_remainders and is_aware) for param_groups in groups]
     if not running.use_distributed_optimizer:
-        return Chain((), [(SimulatedWhole(one), None) for one in inner], ())
+        return Chain((), [(SimulatedWhole(optimizer), None) for optimizer in inner], ())
     quantized = bool(running.raw.get("fp8_param_gather") or running.raw.get("fp4_param_gather"))
     config = SimpleNamespace(
         use_precision_aware_optimizer=is_aware,
@@ -84,6 +84,6 @@ def simulated_chain(
         main_params_dtype=torch.float16 if half_precision(running) else torch.float32,
     )
     parameters = [torch.empty(0, dtype=getattr(torch, name), device="meta") for name in sorted(dtypes)]
-    kept = [torch.uint8] if quantized else [one.dtype for one in parameters]
+    kept = [torch.uint8] if quantized else [parameter.dtype for parameter in parameters]
     buffers: list[dict[tuple[torch.dtype, torch.dtype], Any]] = [{(dtype, torch.float32): []} for dtype in kept]
-    return Chain([SimulatedDistributed(one, config, buffers, parameters) for one in inner], (), ())
+    return Chain([SimulatedDistributed(optimizer, config, buffers, parameters) for optimizer in inner], (), ())

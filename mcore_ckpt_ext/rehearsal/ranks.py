@@ -42,8 +42,8 @@ class SimulatedShard(Shard):
     @override
     def weight(self) -> torch.Tensor:
         """Read the elements of the weight, which the job would have loaded before its master check."""
-        wanted = TargetSlice(WEIGHT, self.slice, self.live.tensors, self.live.may_pad)
-        return read_wanted(self.checkpoint, self.checkpoint.transfer, wanted, False)
+        target = TargetSlice(WEIGHT, self.slice, self.live.tensors, self.live.may_pad)
+        return read_wanted(self.checkpoint, self.checkpoint.transfer, target, False)
 
     def part(self, start: int, stop: int) -> SimulatedShard:
         """Return a part of the shard; positions count elements of the whole parameter."""
@@ -113,13 +113,13 @@ class SimulatedJob:
         """
         order = known_orders(self.arguments)[0].of_version(self._version)
         last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
-        found = []
+        orders = []
         for pipeline, chunks in enumerate(self.models.chunks or []):
             for stage, chunk in enumerate(chunks):
                 tied = (pipeline, stage) == last and self.models.has_tied_copy
-                found.append(registration_order(chunk, order, tied_copy=tied))
-        known = [names for names in found if names is not None]
-        return known if len(known) == len(found) else []
+                orders.append(registration_order(chunk, order, tied_copy=tied))
+        complete = [names for names in orders if names is not None]
+        return complete if len(complete) == len(orders) else []
 
     @cached_property
     def trained(self) -> set[str]:
@@ -152,11 +152,11 @@ class SimulatedJob:
         A second name of a tied tensor denotes the same tensor.
         """
         parts = self._parts(pipeline).items()
-        found = [(self._wanted(regions), sum(map(self.copies, places))) for (_, regions), places in parts]
+        weights = [(self._wanted(regions), sum(map(self.copies, places))) for (_, regions), places in parts]
         ranks = self.layout.world // self.layout.pipeline
         others = [name for name in self._tensors if name not in self.models.weights]
         here = [name for name in others if (self.models.chunk_of(name) or (0,))[0] == pipeline]
-        return found + [(self._wanted((Region.whole(name, self._tensors[name].shape),)), ranks) for name in here]
+        return weights + [(self._wanted((Region.whole(name, self._tensors[name].shape),)), ranks) for name in here]
 
     def copies(self, place: ModelRank) -> int:
         """Return the number of data-parallel ranks of a place."""
@@ -200,10 +200,10 @@ class SimulatedJob:
         return TargetSlice(WEIGHT, Slice.whole(regions), tensors, may_pad=in_vocabulary(regions[0].name))
 
     def _shard(self, name: str, regions: tuple[Region, ...]) -> SimulatedShard:
-        wanted = self._wanted(regions)
+        target = self._wanted(regions)
         parameter = _parameter_of(self._tensors[name].dtype)
-        live = LiveParameter(parameter, regions, wanted.tensors, wanted.may_pad)
-        return SimulatedShard(live, wanted.slice, self._kinds(name), self._checkpoint)
+        live = LiveParameter(parameter, regions, target.tensors, target.may_pad)
+        return SimulatedShard(live, target.slice, self._kinds(name), self._checkpoint)
 
     @cached_property
     def _state(self) -> OptimizerState:
@@ -212,8 +212,8 @@ class SimulatedJob:
     def _kinds(self, name: str) -> tuple[str, ...]:
         """Return the kinds of a parameter's optimizer state, which are the checkpoint's."""
         state = self._state
-        known = (kind for kind in state.carried_kinds if state.logical_tensor(kind, name) is not None)
-        return tuple(kind for kind in known if kind != FP32_PARAM)
+        kinds = (kind for kind in state.carried_kinds if state.logical_tensor(kind, name) is not None)
+        return tuple(kind for kind in kinds if kind != FP32_PARAM)
 
 
 def dtype_of(stored: str, running: JobArguments) -> str:

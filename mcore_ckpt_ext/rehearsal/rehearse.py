@@ -233,8 +233,8 @@ def _opened(session: LoadSession) -> CheckpointView:
 
 def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
     """Return the sources of the parameter order; the live model's order is that of its layer spec."""
-    own = {LIVE_MODEL: "the order of the layer spec"}
-    return tuple(own.get(label, label) for label in checkpoint.optimizer.order_sources())
+    relabeled = {LIVE_MODEL: "the order of the layer spec"}
+    return tuple(relabeled.get(label, label) for label in checkpoint.optimizer.order_sources())
 
 
 def _proof(checkpoint: CheckpointView) -> str:

@@ -85,14 +85,14 @@ class Shares:
         def work() -> None:
             for pipeline, held in self._stages():
                 for copies, numbers in self._by_copies(held):
-                    own = self._own(numbers)
-                    alike = [held[number] for number in own]
+                    local = self._own(numbers)
+                    alike = [held[number] for number in local]
                     try:
-                        read = self._plan([one.shard for one in alike]) * copies if alike else 0
+                        read = self._plan([part.shard for part in alike]) * copies if alike else 0
                         self._figures.bytes_read += read
                         self._figures.optimizer_bytes_read += read
                     except ContentError:
-                        refused = [number for number in own if self._is_refused(held[number])] or own
+                        refused = [number for number in local if self._is_refused(held[number])] or local
                         wrong.extend((pipeline, number) for number in refused)
                     self._count(alike, copies)
 
@@ -111,13 +111,13 @@ class Shares:
             for pipeline in range(self._job.layout.pipeline):
                 weights = self._job.weights(pipeline)
                 for number in self._own(range(len(weights))):
-                    wanted, ranks = weights[number]
+                    target, ranks = weights[number]
                     try:
-                        read = sum(plan.bytes_read for plan in plans_of(wanted, self._checkpoint))
+                        read = sum(plan.bytes_read for plan in plans_of(target, self._checkpoint))
                     except ContentError:
                         missing.append((pipeline, number))
                         return
-                    self._figures.weights += wanted.slice.numel
+                    self._figures.weights += target.slice.numel
                     self._figures.bytes_read += read * ranks
 
         on_all(self._team, work)
@@ -164,37 +164,37 @@ class Shares:
     def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
         """Yield (reads, parts): how often the job reads each part; ranks that share state read it once."""
         state = self._checkpoint.optimizer
-        found = dict[int, list[int]]()
+        by_reads = dict[int, list[int]]()
         is_shared = is_layer_wise(self._job.arguments)  # whole parameters, but each on one of the ranks
-        for number, one in enumerate(held):
-            is_shared_out = is_shared or state.is_distributed(one.shard.name)
-            ranks = 1 if is_shared_out else self._job.copies(one.places[0])
-            found.setdefault(len(one.places) * ranks, []).append(number)
-        yield from found.items()
+        for number, part in enumerate(held):
+            is_shared_out = is_shared or state.is_distributed(part.shard.name)
+            ranks = 1 if is_shared_out else self._job.copies(part.places[0])
+            by_reads.setdefault(len(part.places) * ranks, []).append(number)
+        yield from by_reads.items()
 
     def _plan(self, shards: Sequence[SimulatedShard]) -> int:
         """Plan shards, and return the number of bytes to read."""
         plan = plan_rank(self._resume, shards, self._groups)
-        return sum(one.bytes_read for one in plan.reading.plans)
+        return sum(read_plan.bytes_read for read_plan in plan.reading.plans)
 
-    def _is_refused(self, one: Held) -> bool:
+    def _is_refused(self, part: Held) -> bool:
         try:
-            self._plan([one.shard])
+            self._plan([part.shard])
         except ContentError:
             return True
         return False
 
     def _count(self, held: Sequence[Held], copies: int) -> None:
         figures = self._figures
-        figures.names |= {one.shard.name for one in held}
-        figures.parts += sum(len(one.places) for one in held)
-        figures.elements += sum(one.shard.slice.numel * (1 + len(one.shard.kinds)) for one in held) * copies
+        figures.names |= {part.shard.name for part in held}
+        figures.parts += sum(len(part.places) for part in held)
+        figures.elements += sum(part.shard.slice.numel * (1 + len(part.shard.kinds)) for part in held) * copies
 
     def _prove(self, shards: Sequence[SimulatedShard]) -> None:
         for shard in shards:
-            own = {name: replace(tensor, dtype="float32") for name, tensor in shard.live.tensors.items()}
-            wanted = TargetSlice(FP32_PARAM, shard.slice, own, shard.live.may_pad)
-            prove(shard, read_wanted(self._checkpoint, self._checkpoint.transfer, wanted), self._checkpoint)
+            tensors = {name: replace(tensor, dtype="float32") for name, tensor in shard.live.tensors.items()}
+            target = TargetSlice(FP32_PARAM, shard.slice, tensors, shard.live.may_pad)
+            prove(shard, read_wanted(self._checkpoint, self._checkpoint.transfer, target), self._checkpoint)
 
     def _refuse_any(
         self, phase: str, wrong: Sequence[_Place], work: Callable[[Sequence[SimulatedShard]], object]
@@ -209,9 +209,9 @@ class Shares:
             return
         faulty = [self._job.held(pipeline)[number] for pipeline, number in places]
         by_place: dict[ModelRank, list[SimulatedShard]] = {}
-        for one in faulty:
-            for place in one.places:
-                by_place.setdefault(place, []).append(one.shard)
+        for part in faulty:
+            for place in part.places:
+                by_place.setdefault(place, []).append(part.shard)
 
         def of_rank(rank: int) -> None:
             if shards := self._ranks.shards(rank, by_place):
@@ -220,7 +220,7 @@ class Shares:
         by_rank(phase, self._job.layout.world, of_rank, is_verbatim=self._ranks.are_known)
         # No rank's own elements reproduce the error, but those of the whole part do.
         try:
-            work([one.shard for one in faulty])
+            work([part.shard for part in faulty])
         except ContentError as problem:
             raise RefusedError(problem, is_verbatim=False) from problem
 

@@ -151,7 +151,7 @@ class SimulatedRanks:
             has_remainders=has_state and PARAM_REMAINDER in checkpoint.optimizer.kinds,
         )
         job = RunningJob(chain, len(groups), load.arguments, self._version_pair, bool(load.tokens))
-        found = assess(load.session, job, None if load.is_presented else checkpoint.common)
+        assessment = assess(load.session, job, None if load.is_presented else checkpoint.common)
         if not has_state:
             raise BeyondRehearsalError(
                 UnsupportedCheckpointError(
@@ -161,8 +161,8 @@ class SimulatedRanks:
                 )
             )
         # Other optimizers than Adam are not simulated.
-        self.assessment = found if kind_named(running.raw) in (None, "adam") else None
-        return found
+        self.assessment = assessment if kind_named(running.raw) in (None, "adam") else None
+        return assessment
 
     def read_model(self, resume: Resume) -> RankSummary:
         """Return the summary of the model, which is the checkpoint's own."""
@@ -238,5 +238,5 @@ def arguments_to_load(running: JobArguments, run: str, step: int | None) -> Name
     Local non-persistent checkpoints lie on the nodes of a job, and are not simulated.
     """
     kind = running.raw.get("non_persistent_ckpt_type")
-    own = {"load": run, "ckpt_step": step, "no_load_rng": True}
-    return Namespace(**{**running.raw, **own, "non_persistent_ckpt_type": None if kind == LOCAL else kind})
+    overrides = {"load": run, "ckpt_step": step, "no_load_rng": True}
+    return Namespace(**{**running.raw, **overrides, "non_persistent_ckpt_type": None if kind == LOCAL else kind})

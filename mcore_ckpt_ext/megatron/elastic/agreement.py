@@ -116,12 +116,12 @@ class Agreement:
         left = max(until - time.monotonic(), 1.0)
         try:
             self._store.wait(keys, timedelta(seconds=left))
-            found: list[bytes] = self._store.multi_get(keys)
+            answers: list[bytes] = self._store.multi_get(keys)
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
             raise self._missing("some ranks do not take part in the choice of a layout") from error
-        return found
+        return answers
 
     def _missing(self, message: str) -> ResumeRefusedError:
         return ResumeRefusedError(

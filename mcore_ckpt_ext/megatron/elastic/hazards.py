@@ -51,9 +51,9 @@ def hazards(environment: Mapping[str, str], agent: Sequence[str], arguments: obj
 
 def _options_of(command: Sequence[str]) -> dict[str, str]:
     """Return the options of a command line by name; torchrun takes both dashes and underscores."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for word, following in zip(command, [*command[1:], ""], strict=False):
         if word.startswith("--"):
             name, is_joined, value = word[2:].partition("=")
-            found.setdefault(name.replace("-", "_"), value if is_joined else following)
-    return found
+            options.setdefault(name.replace("-", "_"), value if is_joined else following)
+    return options

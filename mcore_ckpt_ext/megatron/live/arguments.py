@@ -28,12 +28,12 @@ OF_BUFFERS = {name: argument for name, argument, field in BRIDGE_FIELDS if field
 
 def unwrapped(model: Any) -> list[Any]:
     """Return the chunks of a model without wrappers for precision and gradients."""
-    found = []
+    chunks = []
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         while isinstance(getattr(chunk, "module", None), torch.nn.Module):
             chunk = chunk.module
-        found.append(chunk)
-    return found
+        chunks.append(chunk)
+    return chunks
 
 
 def chunks_of(optimizer: Any) -> list[Any]:
@@ -64,8 +64,10 @@ def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
     arguments |= {name: getattr(config, name) for name in _OF_MODEL if hasattr(config, name)}
     arguments["num_experts"] = getattr(config, "num_moe_experts", None)
     for child in Chain.of(optimizer).distributed:
-        known = getattr(child, "ddp_config", None)
-        arguments |= {argument: getattr(known, name) for name, argument in OF_BUFFERS.items() if hasattr(known, name)}
+        ddp_config = getattr(child, "ddp_config", None)
+        arguments |= {
+            argument: getattr(ddp_config, name) for name, argument in OF_BUFFERS.items() if hasattr(ddp_config, name)
+        }
     world = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [arguments.get(SIZE_ARGUMENTS[name]) or 1 for name in ("tensor", "pipeline", "context")]
     arguments |= {"world_size": world, "data_parallel_size": max(1, world // prod(sizes))}

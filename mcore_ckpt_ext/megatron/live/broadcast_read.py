@@ -89,11 +89,11 @@ class ReadOnce:
         for number, message in enumerate(self._messages):
             for stretch in message.stretches:
                 places.setdefault(stretch.file, []).append((stretch.start, stretch.stop, stretch.at, number))
-        own: list[Copy] = []
+        copies: list[Copy] = []
         for copy in plan.copies:
             payload = transfer.locate(copy.extent)
-            own += self._divided(copy, payload, places.get(payload.file, [])) if is_plain(copy, payload) else [copy]
-        self._own = replace(plan, copies=own)
+            copies += self._divided(copy, payload, places.get(payload.file, [])) if is_plain(copy, payload) else [copy]
+        self._own = replace(plan, copies=copies)
 
     def _divided(self, copy: Copy, payload: TensorLocation, places: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
         """Yield the parts of a copy that this rank reads for itself; record those that come in messages.
@@ -183,10 +183,10 @@ class ReadOnce:
         self, pool: ThreadPoolExecutor, room: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, Future[None]]]:
         """Yield the messages that this rank reads, with futures; each call releases the previous buffer."""
-        own = self._own_messages
+        messages = self._own_messages
         count = len(room)
         begun: deque[tuple[torch.Tensor, Future[None]]] = deque()
-        for number, message in enumerate(own):
+        for number, message in enumerate(messages):
             data = room[number % count][: message.nbytes]
             begun.append((data, pool.submit(self._read, message, data)))
             if len(begun) == count:

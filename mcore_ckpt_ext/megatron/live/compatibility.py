@@ -42,13 +42,13 @@ def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArgum
     Raises:
         CheckpointError: a hybrid model cannot resume from this GPT.
     """
-    known = set(checkpoint.names(WEIGHT))
-    own = {name: name for name in live}
+    stored_names = set(checkpoint.names(WEIGHT))
+    counterparts = {name: name for name in live}
     if arguments is not None and becomes_hybrid(checkpoint.arguments, arguments):
         layers = checkpoint.arguments.num_layers
         of_gpt = names_in_gpt(str(arguments.hybrid_layer_pattern), layers, live)
-        own = {name: NEW + name if found is None else found for name, found in of_gpt.items()}
-    spelled = {name: renamed_as_in(known, found) for name, found in own.items()}
+        counterparts = {name: NEW + name if in_gpt is None else in_gpt for name, in_gpt in of_gpt.items()}
+    spelled = {name: renamed_as_in(stored_names, counterpart) for name, counterpart in counterparts.items()}
     return str if all(map(eq, spelled, spelled.values())) else lambda name: spelled.get(name, name)
 
 
@@ -166,11 +166,11 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
     """
     state = checkpoint.optimizer
     stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
-    wanted = set(shard.kinds)
-    if stored and stored != wanted:
-        found = f"{' and '.join(sorted(stored))} of this parameter"
-        expected = " and ".join(sorted(wanted)) or "nothing but its master"
-        raise another_kind_of_optimizer(found, expected, f"{shard.name}, {checkpoint.folder}")
+    needed = set(shard.kinds)
+    if stored and stored != needed:
+        actual = f"{' and '.join(sorted(stored))} of this parameter"
+        expected = " and ".join(sorted(needed)) or "nothing but its master"
+        raise another_kind_of_optimizer(actual, expected, f"{shard.name}, {checkpoint.folder}")
 
 
 def another_kind_of_optimizer(found: str, expected: str, where: str) -> ModelMismatchError:

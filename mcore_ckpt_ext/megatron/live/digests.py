@@ -39,19 +39,19 @@ class Digester:
         """
         self._log = log
         self._names: Mapping[int, str] = {}
-        own: list[Place] = []
+        places: list[Place] = []
 
         def inspect_here() -> None:
             if any(map(keeps_remainders, Chain.of(optimizer).distributed)):
                 live = live_parameters(chunks)
-                self._names = {number: found.regions[0].name for number, found in live.items()}
-                own.extend(place for place, _, _ in _held(optimizer, self._names))
+                self._names = {number: parameter.regions[0].name for number, parameter in live.items()}
+                places.extend(place for place, _, _ in _held(optimizer, self._names))
 
         problem = attempt(inspect_here)  # every rank must reach `gather`, and the save must not fail
-        of_ranks = gather((own, problem))
+        of_ranks = gather((places, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
             self.report_failure(problems)
-        self.places = [] if problems else sorted({place for found, _ in of_ranks for place in found})
+        self.places = [] if problems else sorted({place for of_rank, _ in of_ranks for place in of_rank})
         self._failed: torch.Tensor | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._newest: Digests | None = None  # keeps the exchange alive beyond this rank's save
@@ -64,11 +64,11 @@ class Digester:
         """
         if self._failed is not None:
             return True
-        own: list[torch.Tensor] = []
-        if problems := listed_of_all(gather(attempt(lambda: own.append(self._zeros())))):
+        allocated: list[torch.Tensor] = []
+        if problems := listed_of_all(gather(attempt(lambda: allocated.append(self._zeros())))):
             self.report_failure(problems)
             return False
-        (self._failed,) = own
+        (self._failed,) = allocated
         return True
 
     def _zeros(self) -> torch.Tensor:
@@ -84,13 +84,13 @@ class Digester:
             optimizer: the optimizer that is saved.
             in_background: a background thread may compute them meanwhile, since no other process is forked.
         """
-        own: Callable[[], torch.Tensor] | None = None
+        local_part: Callable[[], torch.Tensor] | None = None
         if self.places and self._reserve():
             if in_background and payload_device().type == "cpu":
-                own = self._background.submit(self._add_own, optimizer).result
+                local_part = self._background.submit(self._add_own, optimizer).result
             else:  # computed in `share`: a device is asynchronous anyway, and a synchronous save may fork at any time
-                own = partial(self._add_own, optimizer)
-        self._newest = Digests(self, own)
+                local_part = partial(self._add_own, optimizer)
+        self._newest = Digests(self, local_part)
         return self._newest
 
     def report_failure(self, why: str) -> None:
@@ -113,12 +113,12 @@ class Digester:
     def _own(self, optimizer: Any, device: torch.device) -> torch.Tensor:
         """Return this rank's part of every digest."""
         numbers = {place: number for number, place in enumerate(self.places)}
-        found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for place, values, start in _held(optimizer, self._names):
             if values is not None and values.dtype == torch.int16:
-                found.setdefault(values.device, []).append((numbers[place], running_digest(values, start)))
+                by_device.setdefault(values.device, []).append((numbers[place], running_digest(values, start)))
         totals = torch.zeros(len(self.places), dtype=torch.int64, device=device)
-        for pairs in found.values():  # one copy from each device
+        for pairs in by_device.values():  # one copy from each device
             where, parts = zip(*pairs, strict=True)
             totals.index_add_(0, torch.tensor(where, device=device), torch.stack(parts).to(device))
         return totals
@@ -170,7 +170,7 @@ def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, tor
     core_v0.12.1 to 0.19.2, from which every format but the legacy one takes its values.
     """
     for number, child in first_instances(optimizer):
-        for buckets in (found for ranges in child.gbuf_ranges for found in ranges.values()):
+        for buckets in (of_dtype for ranges in child.gbuf_ranges for of_dtype in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
                 group, order = child.model_param_group_index_map[parameter]
                 stepped = child.optimizer.param_groups[group]["params"][order]
@@ -180,7 +180,7 @@ def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, tor
 
 def first_instances(optimizer: Any) -> Iterator[tuple[int, Any]]:
     """Yield the DistributedOptimizers with their numbers; of several equal instances only the first."""
-    found = Chain.of(optimizer).distributed
+    distributed = Chain.of(optimizer).distributed
     for number, child in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        if child in found and getattr(child, "distributed_optimizer_instance_id", 0) == 0:
+        if child in distributed and getattr(child, "distributed_optimizer_instance_id", 0) == 0:
             yield number, child

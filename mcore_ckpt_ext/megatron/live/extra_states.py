@@ -54,12 +54,12 @@ def states_for(own: Mapping[str, Any], live: Mapping[str, LiveParameter], stored
         if not is_extra_state(name) or value is None or module not in weights:
             continue
         in_model = [weight.rpartition(".")[0] for _, weight in sorted(weights[module].items())]
-        found = [stored.get(f"{one}.{EXTRA_STATE}") for one in in_model]
-        if any(state is None for state in found):
+        stored_states = [stored.get(f"{prefix}.{EXTRA_STATE}") for prefix in in_model]
+        if any(state is None for state in stored_states):
             missing.append(name)
             continue
         try:
-            states[name] = carried_state(found[0]) if len(found) == 1 else joined_state(found)
+            states[name] = carried_state(stored_states[0]) if len(stored_states) == 1 else joined_state(stored_states)
         except UnknownStateError:
             unknown.append(name)
     return FoundStates(states, tuple(missing), tuple(unknown))

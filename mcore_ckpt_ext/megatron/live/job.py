@@ -64,14 +64,14 @@ class LiveJob:
         A parameter's own attributes show if tensor-parallel ranks share it, and along which axis
         (`set_tensor_model_parallel_attributes`, megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2).
         """
-        found: dict[str, WeightSpec] = {}
+        specs: dict[str, WeightSpec] = {}
         for described in self._live.values():
             is_shared = bool(getattr(described.parameter, "tensor_model_parallel", False))
             axis = int(getattr(described.parameter, "partition_dim", 0)) if is_shared else None
             for name, tensor in described.tensors.items():
                 parts = sum(region.name == name for region in described.regions)
-                found[name] = WeightSpec(tensor, axis, parts)
-        return found
+                specs[name] = WeightSpec(tensor, axis, parts)
+        return specs
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
             return f"{shard.name}, element {first + position} of this rank's part, {checkpoint.folder}"
 
         instead = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
-        own = weight[part] if weight.device == master.device else weight[part].to(master.device)
-        proof.check(master[part], own, where, instead)
+        weight_part = weight[part] if weight.device == master.device else weight[part].to(master.device)
+        proof.check(master[part], weight_part, where, instead)
 
 
 def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROUNDING) -> bool | None:
@@ -155,23 +155,24 @@ def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None,
     adapters = optimizer_adapters_of(optimizer)
     live = parameters_as_named(chunks)
     room = _Room()
-    found: dict[int, LiveMismatch] = {}
+    mismatches: dict[int, LiveMismatch] = {}
     try:
         for shard in (shard for adapter in adapters for shard in adapter.shards(live)):
             number = id(shard.live.parameter)
-            if number not in found and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
-                found[number] = mismatch
+            if number not in mismatches and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
+                mismatches[number] = mismatch
     except CheckpointError:
-        if not found:
+        if not mismatches:
             raise
-    return _named(found, chunks) if found else []
+    return _named(mismatches, chunks) if mismatches else []
 
 
-def _named(found: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveMismatch]:
+def _named(mismatches: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveMismatch]:
     """Return the mismatches under the names in checkpoints; parameters that are never stored keep theirs."""
     live = live_parameters(chunks)
     return [
-        replace(item, name=live[number].regions[0].name) if number in live else item for number, item in found.items()
+        replace(mismatch, name=live[number].regions[0].name) if number in live else mismatch
+        for number, mismatch in mismatches.items()
     ]
 
 
@@ -197,8 +198,8 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
             continue
         if pair is not None and pair.rounds(begin, part.stop, room):
             continue
-        own = weight[part] if is_near else weight[part].to(master.device)
-        mismatch = proof.first_mismatch(master[part], own)
+        weight_part = weight[part] if is_near else weight[part].to(master.device)
+        mismatch = proof.first_mismatch(master[part], weight_part)
         if mismatch is not None:
             position = shard.slice.start + begin + mismatch.position
             return LiveMismatch(shard.name, replace(mismatch, position=position))
@@ -237,8 +238,8 @@ class _Room(threading.local):
     def of(self, like: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for at least `numel` elements like a tensor's, and a view of it as int64."""
         kind = like.dtype, like.device
-        found = self._kept.get(kind)
-        if found is None or found[0].numel() < numel:
+        memory = self._kept.get(kind)
+        if memory is None or memory[0].numel() < numel:
             kept = torch.empty(-(-numel // 8) * 8, dtype=like.dtype, device=like.device)
-            found = self._kept[kind] = kept, kept.view(torch.int64)
-        return found
+            memory = self._kept[kind] = kept, kept.view(torch.int64)
+        return memory

@@ -103,8 +103,8 @@ def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: in
     steps = {int(group["step"]) for group in stored if "step" in group}
     if not lacking or len(steps) > 1:
         return [dict(group) for group in stored]
-    known = steps.pop() if steps else _steps_made(common, batch_size)
-    return [{**group, "step": known} if group in lacking else dict(group) for group in stored]
+    step = steps.pop() if steps else _steps_made(common, batch_size)
+    return [{**group, "step": step} if group in lacking else dict(group) for group in stored]
 
 
 def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
@@ -124,27 +124,31 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
 
 
 def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_bounds: bool) -> dict[str, Any]:
-    own = {key: value for key, value in group.items() if key != "params"}
+    live_settings = {key: value for key, value in group.items() if key != "params"}
     stored = [candidate for candidate in stored if rule_of(candidate) == rule_of(group)] or stored
     matches = [candidate for candidate in stored if _identity(candidate) == _identity(group)]
     if not matches:
         # With one expert-parallel rank, experts are ordinary parameters.
         matches = [candidate for candidate in stored if _identity(candidate, _SETTINGS) == _identity(group, _SETTINGS)]
-    of_kind = [one for one in matches if _has_rate_of_same_kind(one, group)]
+    of_kind = [candidate for candidate in matches if _has_rate_of_same_kind(candidate, group)]
     matches = of_kind or matches
-    refined = [one for one in matches if _identity(one, REFINED_IDENTITY) == _identity(group, REFINED_IDENTITY)]
+    refined = [
+        candidate
+        for candidate in matches
+        if _identity(candidate, REFINED_IDENTITY) == _identity(group, REFINED_IDENTITY)
+    ]
     if refined:
         matches = refined
     elif _distinct(matches) > 1 or _has_sibling(group, live, bool(of_kind)):  # only settings distinguish the candidates
         # --use-mup also scales Adam's epsilon by the width (`get_mup_config_overrides`, since core_v0.17.0).
-        matches = [one for one in matches if one.get("eps") == group.get("eps")] or matches
+        matches = [candidate for candidate in matches if candidate.get("eps") == group.get("eps")] or matches
         matches = matches[:1] if own_bounds and _distinct(matches, *_SCHEDULED) == 1 else []
     if _distinct(matches) == 1:
         kept = (*_OWN, *BOUNDS) if own_bounds else _OWN
-        return {**own, **{key: value for key, value in matches[0].items() if key not in kept}}
+        return {**live_settings, **{key: value for key, value in matches[0].items() if key not in kept}}
     if not group["params"] and stored:
         # The group trains nothing on this rank; its step must still be that of all groups.
-        return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
+        return {**live_settings, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
     if len({group.get("step") for group in matches}) > 1 and _distinct(matches, "step") == 1:
         raise UnsupportedCheckpointError(
             "the checkpoint has different steps for the same parameter group",
@@ -181,10 +185,10 @@ def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> 
         live: all live groups.
         kinds_are_known: groups with the job's learning rate are distinguished from groups with their own.
     """
-    alike = (one for one in live if one.get("params") != [] and rule_of(one) == rule_of(group))
-    alike = (one for one in alike if _identity(one) == _identity(group))
-    alike = (one for one in alike if not kinds_are_known or _has_rate_of_same_kind(one, group))
-    return any(_identity(one, BOUNDS) != _identity(group, BOUNDS) for one in alike)
+    alike = (other for other in live if other.get("params") != [] and rule_of(other) == rule_of(group))
+    alike = (other for other in alike if _identity(other) == _identity(group))
+    alike = (other for other in alike if not kinds_are_known or _has_rate_of_same_kind(other, group))
+    return any(_identity(other, BOUNDS) != _identity(group, BOUNDS) for other in alike)
 
 
 def _in_words(group: Group) -> str:

@@ -98,7 +98,7 @@ def plan_rank(resume: Resume, shards: Sequence[OwnShard], groups: Sequence[Seque
             check_precision(checkpoint, shard)
         reading = Reading(checkpoint, shards, options.accept_lost)
     stored = with_torch_dtypes(stored_groups(checkpoint))
-    return RankPlan(reading, [carried_groups(own, stored, options.own_bounds) for own in groups])
+    return RankPlan(reading, [carried_groups(live, stored, options.own_bounds) for live in groups])
 
 
 def stored_groups(checkpoint: CheckpointView) -> Any:
@@ -147,7 +147,7 @@ PREPARING = (
         "planning what is read once",
         Who.EACH_RANK,
         lambda resume, ranks: ranks.wanted_bytes(),
-        collect=lambda resume, ranks, wanted: ranks.share(wanted),
+        collect=lambda resume, ranks, requested: ranks.share(requested),
         applies=lambda resume: bool(resume.options.read_once),
     ),
 )

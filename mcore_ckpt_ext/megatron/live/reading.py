@@ -74,7 +74,7 @@ class Reading(Generic[OwnShard]):
 
     def shards(self, kind: str) -> list[OwnShard]:
         """Return the shards that keep a kind."""
-        return [shard for wanted, shard in (*self._stored, *self._derived) if wanted == kind]
+        return [shard for shard_kind, shard in (*self._stored, *self._derived) if shard_kind == kind]
 
     def read(
         self,
@@ -92,7 +92,7 @@ class Reading(Generic[OwnShard]):
         Returns:
             The elements that the checkpoint does not have, by shard.
         """
-        targets = {target: shard for target, (wanted, shard) in enumerate(self._stored) if wanted == kind}
+        targets = {target: shard for target, (shard_kind, shard) in enumerate(self._stored) if shard_kind == kind}
         part = self._plan.of_kind(kind)
         transfer = self._checkpoint.transfer
         memory = {target: rooms[shard] for target, shard in targets.items()}
@@ -104,8 +104,8 @@ class Reading(Generic[OwnShard]):
         missing: dict[OwnShard, list[slice]] = {}
         for fill in part.fills:
             missing.setdefault(targets[fill.target], []).append(slice(fill.start, fill.stop))
-        for (wanted, shard), plans in self._derived.items():
-            if wanted == kind:
+        for (shard_kind, shard), plans in self._derived.items():
+            if shard_kind == kind:
                 values = read_wanted(self._checkpoint, transfer, _slice(kind, shard), self._accept_lost)
                 rooms[shard].copy_(values)
                 missing[shard] = [slice(fill.start, fill.stop) for plan in plans for fill in plan.fills]

@@ -75,8 +75,8 @@ def _check_object(key: str, checkpoint: TorchDistCheckpoint) -> None:
     except UnreadableCheckpointError as error:
         place = checkpoint.index.objects[key]
         where = f"{key}, byte {place.offset} of {checkpoint.folder / place.file}"
-        what = "a pickled object of the checkpoint is damaged"
-        raise UnreadableCheckpointError(what, found=error.found, where=where) from error
+        message = "a pickled object of the checkpoint is damaged"
+        raise UnreadableCheckpointError(message, found=error.found, where=where) from error
 
 
 def unsupported_reason(requested: Sequence[Any], checkpoint: TorchDistCheckpoint) -> str | None:
@@ -89,8 +89,8 @@ def unsupported_reason(requested: Sequence[Any], checkpoint: TorchDistCheckpoint
             return f"{key} is stored in another shape"
         if key in checkpoint.index.overlapping:
             return f"the chunks of {key} overlap"
-    found = ((entry.key, what) for entry in requested for what in _peculiarities(entry, arrays[entry.key]))
-    return next((f"{key} is {what}" for key, what in found), None)
+    traits = ((entry.key, trait) for entry in requested for trait in _peculiarities(entry, arrays[entry.key]))
+    return next((f"{key} is {trait}" for key, trait in traits), None)
 
 
 def _peculiarities(entry: Any, array: StoredArray) -> Iterator[str]:
@@ -112,8 +112,8 @@ def _peculiarities(entry: Any, array: StoredArray) -> Iterator[str]:
         yield f"{data.dtype} of shape {tuple(data.shape)}, and says otherwise"
 
 
-def _fits(wanted: tuple[int, ...], stored: tuple[int, ...], may_pad: bool) -> bool:
-    return wanted == stored or (may_pad and len(wanted) == len(stored) > 0 and wanted[1:] == stored[1:])
+def _fits(requested: tuple[int, ...], stored: tuple[int, ...], may_pad: bool) -> bool:
+    return requested == stored or (may_pad and len(requested) == len(stored) > 0 and requested[1:] == stored[1:])
 
 
 def _lies_within(entry: Any) -> bool:

@@ -85,10 +85,10 @@ class PackingRecorder:
         )
 
     def _gathered(self, chunks: Chunks, optimizer: Any) -> tuple[RecordedGroup, ...]:
-        own: list[RecordedGroup] = []
+        local_groups: list[RecordedGroup] = []
         # Every rank must reach `gather`, and the save must not fail.
-        problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
-        of_ranks = gather((own, problem))
+        problem = attempt(lambda: local_groups.extend(recorded_groups(chunks, optimizer)))
+        of_ranks = gather((local_groups, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
             self._log(f"no sidecar for this job: {problems}; a resume will recover the packing instead")
             return ()
@@ -153,4 +153,6 @@ def merged(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:
     indices: dict[tuple[int, tuple[RecordedBucket, ...]], set[int]] = {}
     for group in groups:
         indices.setdefault((group.child, group.buckets), set()).update(group.indices)
-    return tuple(RecordedGroup(child, tuple(sorted(found)), buckets) for (child, buckets), found in indices.items())
+    return tuple(
+        RecordedGroup(child, tuple(sorted(of_group)), buckets) for (child, buckets), of_group in indices.items()
+    )

@@ -88,8 +88,8 @@ class Disk:
     def is_tracked(self, folder: Path, tracker: Path) -> bool:
         """Return True if a tracker names this folder, which lies in the same run."""
         with contextlib.suppress(OSError):
-            found = read_tracker(tracker)
-            return found is not None and found.folder is not None and found.folder.name == folder.name
+            tracked = read_tracker(tracker)
+            return tracked is not None and tracked.folder is not None and tracked.folder.name == folder.name
         return False
 
     def discard(self, folders: Iterable[Path]) -> None:
@@ -119,8 +119,8 @@ def _point_elsewhere(folder: Path, tracker: Path) -> None:
 
     Later iterations were saved before a rollback.
     """
-    own = iteration_number(folder)
-    earlier = [number for number in finished_iterations(folder.parent) if own is None or number < own]
+    iteration = iteration_number(folder)
+    earlier = [number for number in finished_iterations(folder.parent) if iteration is None or number < iteration]
     if earlier:
         replace({tracker: str(earlier[0])})
     else:

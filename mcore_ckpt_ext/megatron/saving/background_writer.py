@@ -162,11 +162,11 @@ class ProcessWatch:
 
     def _silence(self, seconds: float) -> str | None:
         state = "stopped by a signal" if self._marks[:1] == ("T",) else "waiting for the disk, or forever"
-        what = f"its writer (pid {self.process.pid}) has not moved for {seconds:.0f} s: {state}"
+        problem = f"its writer (pid {self.process.pid}) has not moved for {seconds:.0f} s: {state}"
         if seconds > _REMARKABLE and not self._is_reported:
             self._is_reported = True
-            self._log(f"{what}; it is given up after {WRITER_PATIENCE.value:.0f} s ({WRITER_PATIENCE.name})")
-        return what if seconds > WRITER_PATIENCE.value else None
+            self._log(f"{problem}; it is given up after {WRITER_PATIENCE.value:.0f} s ({WRITER_PATIENCE.name})")
+        return problem if seconds > WRITER_PATIENCE.value else None
 
     def _death(self) -> str:
         pid = self.process.pid

@@ -28,8 +28,8 @@ class WriterLostError(SaveFailedError):
 class _NotFinalizedError(SaveFailedError):
     """The writers are done, but the save is incomplete; raised on every rank."""
 
-    def __init__(self, what: str, save: Save) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, save: Save) -> None:
+        super().__init__(message)
         self.save = save
 
 
@@ -181,8 +181,8 @@ class Coordinator:
         if save is not None and problem is not None:
             problem = save.report.added_to(problem)
         if (reason := self._ranks.agree_on(Point.INDEX, problem)) is not None:
-            what = "the index could not be written" if save is None else f"iteration {save.iteration} was not saved"
-            raise SaveFailedError(f"{what}:\n  {reason}")
+            failure = "the index could not be written" if save is None else f"iteration {save.iteration} was not saved"
+            raise SaveFailedError(f"{failure}:\n  {reason}")
         return results[0] if results else None
 
     def _at(self, state: State) -> list[Save]:
@@ -249,8 +249,8 @@ class Coordinator:
         if reason is not None:
             raise _NotFinalizedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
         save.become(State.FINALIZED)
-        own = [step for step in steps if step.is_own]
-        self._publisher.begin(save, own) if self._ranks.is_first else self._publisher.do(save, own)
+        script_steps = [step for step in steps if step.is_own]
+        self._publisher.begin(save, script_steps) if self._ranks.is_first else self._publisher.do(save, script_steps)
         save.become(State.PUBLISHING)
 
     def _conclude(self, exchange: bool) -> list[str]:
@@ -287,7 +287,7 @@ class Coordinator:
                 failed.append((save, reason))
         return failed
 
-    def _fail(self, what: str, saves: Sequence[Save] = ()) -> None:
+    def _fail(self, message: str, saves: Sequence[Save] = ()) -> None:
         """Remove what failed saves have left, and continue or stop by the user's choice, on all ranks.
 
         Raises:
@@ -301,16 +301,16 @@ class Coordinator:
         goes_on = self._goes_on()
         if not goes_on:  # otherwise, the next poll reports them
             for earlier, reason in self._fail_reported():
-                what = f"iteration {earlier.iteration} was not saved:\n  {reason}\n{what}"
+                message = f"iteration {earlier.iteration} was not saved:\n  {reason}\n{message}"
                 saves.append(earlier)
         if self._ranks.is_first:
             self._publisher.clear_away(saves)
         if goes_on:
-            return self._log(f"{what}; training goes on, the next checkpoint will be tried as planned")
+            return self._log(f"{message}; training goes on, the next checkpoint will be tried as planned")
         gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
         untouched = "other checkpoints are unchanged"
         if gone:  # set on rank 0 only
             untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
         hint = f"{choice} lets training go on; {untouched}"
-        raise SaveFailedError(what, hint=hint) from None
+        raise SaveFailedError(message, hint=hint) from None

@@ -96,9 +96,9 @@ def _end() -> None:
 
     No process is left to report to.
     """
-    own = os.getpid()
+    pid = os.getpid()
     with contextlib.suppress(OSError, ValueError):
-        for child in Path(f"/proc/{own}/task/{own}/children").read_text().split():
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(child), signal.SIGKILL)
-    os.kill(own, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)

@@ -20,8 +20,8 @@ class JobRanks(TorchRanks):
         """
         if not dist.is_initialized():
             return problem
-        own = [int(problem is not None), point.value, -point.value]
-        is_problem, last, first = highest_of_all(own)
+        numbers = [int(problem is not None), point.value, -point.value]
+        is_problem, last, first = highest_of_all(numbers)
         if last != -first:
             names = f"{Point(-first).name} and {Point(last).name}"
             raise SaveFailedError("the ranks of the job are at different points of saving", found=names)

@@ -96,14 +96,14 @@ class MegatronWriters:
         caller = self._queue().async_calls[-1].async_caller
         if not hasattr(caller, "sync_all_async_calls"):  # up to 0.8
             return
-        if (known := self._watch_of(caller)) is not None:
-            known.renew()
+        if (existing_watch := self._watch_of(caller)) is not None:
+            existing_watch.renew()
 
         def sync_all_async_calls(is_alive: int) -> bool:
             watch = self._watch_of(caller)
             problem = None if watch is None else watch.problem(bool(is_alive))
-            own = [int(problem is not None), int(is_alive)]
-            is_lost, is_any_alive = highest_of_all(own)
+            flags = [int(problem is not None), int(is_alive)]
+            is_lost, is_any_alive = highest_of_all(flags)
             if is_lost:
                 raise WriterLostError(reasons_of_all(completed(problem) if problem is not None else None))
             return not is_any_alive
@@ -152,21 +152,21 @@ class MegatronWriters:
     def _watch_of(self, caller: Any) -> ProcessWatch | None:
         if (process := _process_of(caller)) is None:
             return None
-        known = self._watches.get(process.pid)
-        if known is None or known.process is not process:
+        watch = self._watches.get(process.pid)
+        if watch is None or watch.process is not process:
             rank, stays = dist.get_rank(), any(hasattr(caller, name) for name in ("comp_q", "_persistent_comp_q"))
-            known = ProcessWatch(process, stays, lambda what: self._warn(f"rank {rank}: {what}"))
-            self._watches[process.pid] = known
-        return known
+            watch = ProcessWatch(process, stays, lambda message: self._warn(f"rank {rank}: {message}"))
+            self._watches[process.pid] = watch
+        return watch
 
     @contextlib.contextmanager
     def _impatient(self, caller: Any, name: str, give_up: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Within this context, `join` of a queue of a persistent caller can give up."""
-        found = [queue for queue in (name, f"_persistent_{name}") if getattr(caller, queue, None) is not None]
-        if not found:
+        attributes = [queue for queue in (name, f"_persistent_{name}") if getattr(caller, queue, None) is not None]
+        if not attributes:
             yield
             return
-        (attribute,) = found  # an attribute of the caller, or since 0.19 of its class
+        (attribute,) = attributes  # an attribute of the caller, or since 0.19 of its class
         is_own = attribute in vars(caller)
         queue = getattr(caller, attribute)
         setattr(caller, attribute, _ImpatientQueue(queue, lambda: self._watch_of(caller), give_up))

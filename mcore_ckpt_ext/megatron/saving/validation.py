@@ -39,9 +39,9 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
     for record in records.values():
         needed[record.relative_path] = max(needed.get(record.relative_path, 0), record.offset + record.length)
     for file, size in needed.items():
-        found = _size(folder / file)
-        if found < size:
-            is_there = "it does not exist" if found < 0 else f"{found:,} bytes"
+        actual_size = _size(folder / file)
+        if actual_size < size:
+            is_there = "it does not exist" if actual_size < 0 else f"{actual_size:,} bytes"
             yield f"{file}: {is_there}, but its records need {size:,} bytes"
 
 
@@ -51,7 +51,7 @@ def _with_records(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) 
     torch 2.9 to 2.11 add them only to a copy, which they write (`_FileSystemWriter.finish`, torch/distributed/
     checkpoint/filesystem.py).
     """
-    return replace(metadata, storage_data={one.index: one.storage_data for of_rank in results for one in of_rank})
+    return replace(metadata, storage_data={write.index: write.storage_data for of_rank in results for write in of_rank})
 
 
 def _size(path: Path) -> int:

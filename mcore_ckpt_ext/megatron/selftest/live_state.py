@@ -53,7 +53,7 @@ def _shards(chunks: Iterable[Any]) -> dict[tuple[int, int], Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    found: dict[tuple[int, int], Any] = {}
+    shards: dict[tuple[int, int], Any] = {}
     for chunk in chunks:
         described = {
             _place(value.data): value
@@ -63,8 +63,8 @@ def _shards(chunks: Iterable[Any]) -> dict[tuple[int, int], Any]:
         for name, parameter in chunk.named_parameters():
             if _place(parameter) not in described:
                 raise RuntimeError(f"Megatron's sharded_state_dict does not hold the parameter {name}")
-            found[_place(parameter)] = described[_place(parameter)]
-    return found
+            shards[_place(parameter)] = described[_place(parameter)]
+    return shards
 
 
 def _place(tensor: Any) -> tuple[int, int]:
@@ -100,12 +100,12 @@ def _optimizer_pieces(part: Any, parameter: Any, sharded: Any, tensors: dict[str
     span = slice(owned.start, owned.end)
     held = torch.zeros(parameter.numel(), dtype=torch.bool)
     held[span] = True
-    held_parts = [one.data.clone() for one in _parts(sharded, held.view(parameter.shape))]
+    held_parts = [shard.data.clone() for shard in _parts(sharded, held.view(parameter.shape))]
     for kind, tensor in tensors.items():
         values = torch.zeros(parameter.numel(), dtype=tensor.dtype)
         values[span] = tensor.detach().cpu().flatten()
         of_kind = _parts(sharded, values.view(parameter.shape))
-        yield from (_piece(kind, one, here) for one, here in zip(of_kind, held_parts, strict=True))
+        yield from (_piece(kind, shard, here) for shard, here in zip(of_kind, held_parts, strict=True))
 
 
 def _optimizer_state(part: Any, parameter: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

@@ -55,7 +55,7 @@ def _run(order: Order, job: Job) -> None:
         place = ("--load", job.loads) if job.loads is not None else ("--save", job.name)
         training = Training([*job.arguments, place[0], str(order.checkpoints(place[1]))])
         setup_seconds = time.monotonic() - started
-        elements, found = (_train_and_save if job.loads is None else _compare)(order, job, training)
+        elements, differences = (_train_and_save if job.loads is None else _compare)(order, job, training)
         losses = {}
         while training.arguments.iteration < LAST:
             loss = training.step()
@@ -68,7 +68,7 @@ def _run(order: Order, job: Job) -> None:
     if _rank() == 0:
         named = json.loads(order.losses(job.name).read_text(encoding="utf-8"))
         seconds = time.monotonic() - started
-        result = JobResult(job.name, seconds, setup_seconds, elements, found, named, messages)
+        result = JobResult(job.name, seconds, setup_seconds, elements, differences, named, messages)
         with order.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(result)) + "\n")
     torch.distributed.barrier()

@@ -120,10 +120,10 @@ class DcpStorageAdapter(ABC):
 
         def load_base_checkpoint(*positional: Any, rank0: bool = False, **keywords: Any) -> Any:
             if rank0:
-                known = {key: self.checkpoint.common.get(key) for key in ("iteration", "checkpoint_version")}
+                common = {key: self.checkpoint.common.get(key) for key in ("iteration", "checkpoint_version")}
                 kind = scope["CheckpointType"][self.backend.upper()]
                 is_release = self._folder.name == "release"
-                return with_torch_dtypes({"args": self.arguments, **known}), str(self._folder), is_release, kind
+                return with_torch_dtypes({"args": self.arguments, **common}), str(self._folder), is_release, kind
             within = overridden(vars(checkpointing), FileSystemReader=_no_files, load_state_dict=fill)
             with within, overridden(scope, _get_checkpoint_format=lambda *_: self.backend):
                 return original(*positional, rank0=rank0, **keywords)
@@ -140,12 +140,12 @@ class DcpStorageAdapter(ABC):
         read, proven = zip(*gather((self._reader.bytes_read if self._reader else 0, self._filler.proven)), strict=True)
         source = self.checkpoint
         how = f"verified {source.proof.words}" if source.proof.is_near else "verified equal to their weights"
-        what, of_what = (
+        content, detail = (
             ("model and optimizer", source.optimizer_format) if self._fills_optimizer else ("weights", "alone")
         )
         rest = account_of_load(source).in_words
         return (
-            f"{what} resumed from {source.layout} by {self.whose}: {source.format}, {of_what}, "
+            f"{content} resumed from {source.layout} by {self.whose}: {source.format}, {detail}, "
             f"{sum(read) / 1e6:,.1f} MB read, {sum(proven):,} masters {how}"
             f"{f'; {rest}' if rest else ''}"
         )

@@ -88,11 +88,11 @@ def check_arguments(arguments: Any) -> None:
     with accepting(ACCEPT_KEYS.chosen(arguments)):
         described = described_model(folder, transformer_impl=_layer_spec(arguments))
     running = JobArguments.of(vars(arguments))
-    if found := contradictions(described.family, described.arguments, running):
+    if differences := contradictions(described.family, described.arguments, running):
         raise ModelMismatchError(
             f"the arguments of the job contradict config.json, which describes "
             f"{with_indefinite_article(described.family.described)}",
-            found="; ".join(found),
+            found="; ".join(differences),
             where=str(folder / CONFIG),
             hint=f"describe the model of config.json: {shlex.join(training_flags(described.arguments))}",
         )
@@ -101,10 +101,10 @@ def check_arguments(arguments: Any) -> None:
 def _no_folder(arguments: Any) -> UsageError:
     named = str(getattr(arguments, "load", None))
     has_checkpoint = (Path(named) / TRACKER_FILE).exists()
-    what = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json and weights"
+    reason = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json and weights"
     return UsageError(
         f"{FROM_HF.flag}: --load names no Hugging Face folder to start from",
-        found=what,
+        found=reason,
         where=named,
         hint="leave it out in a job that continues its own checkpoints: --load RUN --pretrained-checkpoint "
         "FOLDER reads FOLDER only while RUN has no checkpoint",

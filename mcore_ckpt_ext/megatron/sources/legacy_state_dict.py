@@ -72,8 +72,8 @@ def presented(
 
     def cut() -> tuple[int, int]:
         checkpoint = opened(live) if opened is not None else session.checkpoint
-        found, missing, unknown = _rank_state(checkpoint, chunks, arguments, live)
-        state.update(found)
+        rank_state, missing, unknown = _rank_state(checkpoint, chunks, arguments, live)
+        state.update(rank_state)
         releases.append(checkpoint.is_release)
         return missing, unknown
 
@@ -100,9 +100,9 @@ def as_base_checkpoint(scope: Scope, state: dict[str, Any], folder: Path, *, is_
 
     `scope`: the globals of Megatron's checkpointing module.
     """
-    found = (state, str(folder), is_release)
+    fields = (state, str(folder), is_release)
     # Since 0.9, the kind of checkpoint is returned, too.
-    return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
+    return (*fields, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else fields
 
 
 def _rank_state(
@@ -121,11 +121,11 @@ def _rank_state(
         vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
         described = live_parameters(chunks, spell)
         states = checkpoint.extra_states()
-        models, found = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
+        models, extras = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
         keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
         common = with_torch_dtypes({**checkpoint.common, "args": written})
         state = {**common, **dict(zip(keys, models, strict=True))}
-        return state, sum(len(one.missing) for one in found), sum(len(one.unknown) for one in found)
+        return state, sum(len(extra.missing) for extra in extras), sum(len(extra.unknown) for extra in extras)
     finally:
         checkpoint.reader.close()
 
@@ -143,16 +143,16 @@ def _model_state(
         if id(state[name]) not in described:
             raise ModelMismatchError("the model has a tensor that its own sharded state dict does not list", where=name)
     tensors = [described[id(state[name])] for name in local]
-    wanted = [TargetSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
+    targets = [TargetSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
     filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
-    checkpoint.transfer.execute(make_plan(wanted, checkpoint), filled)
+    checkpoint.transfer.execute(make_plan(targets, checkpoint), filled)
     if checkpoint.format_reader.is_model_folder:
         _check_numbers(tensors, filled, str(checkpoint.folder))
-    found = states_for(state, dict(zip(local, tensors, strict=True)), states)
+    extra = states_for(state, dict(zip(local, tensors, strict=True)), states)
     values = {
         name: values.view(live.parameter.shape) for name, live, values in zip(local, tensors, filled, strict=True)
     }
-    return state | values | dict(found.states), found
+    return state | values | dict(extra.states), extra
 
 
 def _check_numbers(tensors: Sequence[LiveParameter], filled: Sequence[torch.Tensor], where: str) -> None:

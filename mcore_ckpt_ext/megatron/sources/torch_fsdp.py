@@ -98,36 +98,36 @@ class TorchFsdpAdapter(DcpStorageAdapter):
         """
         (groups,) = distinct_groups(self.checkpoint.param_groups(), has_expert_optimizer=False)
         names = self._groups[number]
-        known = {name: self.checkpoint.named_tensor(WEIGHT, name).shape for name in names}
-        found = {group_that_holds(name, shape, groups, self.checkpoint.arguments) for name, shape in known.items()}
-        if len(found) > 1:
+        shapes = {name: self.checkpoint.named_tensor(WEIGHT, name).shape for name in names}
+        numbers = {group_that_holds(name, shape, groups, self.checkpoint.arguments) for name, shape in shapes.items()}
+        if len(numbers) > 1:
             raise ModelMismatchError(
                 "parameters of one group of the running optimizer were in several ones",
-                found=counted(len(found), "group"),
+                found=counted(len(numbers), "group"),
                 where=f"{names[0]}, {self._folder}",
                 hint="resume with the optimizer arguments of the checkpoint",
             )
-        return groups[found.pop()] if found else {}
+        return groups[numbers.pop()] if numbers else {}
 
     @override
     def arrays(self) -> Mapping[str, FsdpArray]:
         weights = {name: self.checkpoint.named_tensor(WEIGHT, name) for name in self.checkpoint.names(WEIGHT)}
-        found = {}
+        arrays = {}
         for key, (kind, name) in self._places.items():
             if (tensor := weights.get(name)) is not None:
                 if kind != WEIGHT:
                     tensor = self.checkpoint.optimizer.logical_tensor(kind, name) if not self._without else None
                 if tensor is not None:
-                    found[key] = FsdpArray(key, tensor.shape, kind, tensor, 0)
-        return found
+                    arrays[key] = FsdpArray(key, tensor.shape, kind, tensor, 0)
+        return arrays
 
     @override
     def objects(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
         for key, value in self._common.items():
             nested = isinstance(value, Mapping)
-            found.update({f"{key}.{name}": inner for name, inner in value.items()} if nested else {key: value})
-        return found
+            objects.update({f"{key}.{name}": inner for name, inner in value.items()} if nested else {key: value})
+        return objects
 
     @override
     def is_wanted(self, key: str, *, is_tensor: bool) -> bool:
@@ -141,32 +141,35 @@ class TorchFsdpAdapter(DcpStorageAdapter):
 
     def _kept(self) -> dict[str, tuple[str, str]]:
         """Return the kind and the parameter's name that the job stores under each key."""
-        found = {key: (WEIGHT, name) for key, name in self._weights.items()}
+        places = {key: (WEIGHT, name) for key, name in self._weights.items()}
         for group, parameters in enumerate(self._halves):
             for position, parameter in enumerate(parameters):
-                found[f"{_OPTIMIZER}.fp32_from_fp16_params.{group}.{position}"] = FP32_PARAM, self._names[id(parameter)]
+                places[f"{_OPTIMIZER}.fp32_from_fp16_params.{group}.{position}"] = (
+                    FP32_PARAM,
+                    self._names[id(parameter)],
+                )
         # The inner optimizer's state dict is nested in another one, unless the job trains in fp32.
         state = f"{_OPTIMIZER}.{_OPTIMIZER}.state" if self._halves else f"{_OPTIMIZER}.state"
         for number, name in enumerate(name for names in self._groups for name in names):
-            found.update({f"{state}.{number}.{kind}": (kind, name) for kind in kept_by(self._child.optimizer) or ()})
-        return found
+            places.update({f"{state}.{number}.{kind}": (kind, name) for kind in kept_by(self._child.optimizer) or ()})
+        return places
 
     @property
     def _halves(self) -> Sequence[Sequence[Any]]:
         """The half-precision parameters in each live parameter group."""
-        found: Sequence[Sequence[Any]] = getattr(self._child, "float16_groups", [])
-        return found
+        halves: Sequence[Sequence[Any]] = getattr(self._child, "float16_groups", [])
+        return halves
 
     def _names_by_group(self) -> list[list[str]]:
         """Return the names of the parameters in each live parameter group, in their order."""
         masters = getattr(self._child, "fp32_from_float16_groups", [])
-        own = {
+        by_master = {
             id(master): parameter
             for parameters, copies in zip(self._halves, masters, strict=True)
             for parameter, master in zip(parameters, copies, strict=True)
         }
         groups = self._child.optimizer.param_groups
-        return [[self._names[id(own.get(id(one), one))] for one in group["params"]] for group in groups]
+        return [[self._names[id(by_master.get(id(tensor), tensor))] for tensor in group["params"]] for group in groups]
 
 
 def _only_child(optimizer: Any) -> Any:

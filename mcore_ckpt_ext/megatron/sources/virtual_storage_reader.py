@@ -60,7 +60,7 @@ class VirtualStorageReader(StorageReader):
             else:
                 tensors.append((item, planner.resolve_tensor(item).detach()))
         with ThreadPoolExecutor(DEFAULT_WORKERS, thread_name_prefix="mcore_ckpt_ext") as pool:
-            for _ in pool.map(lambda one: self._fill(*one), tensors):
+            for _ in pool.map(lambda pair: self._fill(*pair), tensors):
                 pass
         for item, tensor in tensors:
             planner.commit_tensor(item, tensor)

@@ -82,7 +82,7 @@ def optimizer_adapters_of(optimizer: Any) -> list[OptimizerAdapter]:
         first = chain.unknown[0]
         raise UnsupportedCheckpointError(
             "this version does not support this kind of optimizer",
-            found=" over ".join(type(one).__name__ for one in (first, getattr(first, "optimizer", None)) if one),
+            found=" over ".join(type(level).__name__ for level in (first, getattr(first, "optimizer", None)) if level),
             hint="resume with the layout and optimizer of the checkpoint, which stock Megatron "
             "supports; or with --no-load-optim",
         )
@@ -175,19 +175,19 @@ def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remai
         stored_remainders: returns True if the checkpoint has remainders; called only if both jobs may have them.
     """
     optimizers = chain.distributed
-    found = list[str]()
+    differing = list[str]()
     if bool(written.use_distributed_optimizer) == bool(chain.whole or chain.unknown):
-        found.append("use_distributed_optimizer")
+        differing.append("use_distributed_optimizer")
     if bool(written.optimizer_cpu_offload) != any(map(is_offloaded, optimizers)):
-        found.append("optimizer_cpu_offload")
+        differing.append("optimizer_cpu_offload")
     aware = any(map(is_precision_aware, optimizers))
     if bool(written.use_precision_aware_optimizer) != aware:
-        found.append("use_precision_aware_optimizer")
-    elif aware and not found and stored_remainders() != any(map(keeps_remainders, optimizers)):
-        found.append("store_param_remainders")
-    elif aware and not found and half_precision(written) != any(map(keeps_halves, optimizers)):
-        found.append("main_params_dtype")
-    return [*found, *(["optimizer"] if is_another_kind(written, kind) else [])]
+        differing.append("use_precision_aware_optimizer")
+    elif aware and not differing and stored_remainders() != any(map(keeps_remainders, optimizers)):
+        differing.append("store_param_remainders")
+    elif aware and not differing and half_precision(written) != any(map(keeps_halves, optimizers)):
+        differing.append("main_params_dtype")
+    return [*differing, *(["optimizer"] if is_another_kind(written, kind) else [])]
 
 
 def is_another_kind(written: JobArguments, kind: str | None) -> bool:

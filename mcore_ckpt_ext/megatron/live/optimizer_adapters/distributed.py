@@ -40,9 +40,9 @@ class DistributedAdapter(PlainAdapter):
         """Yield the shards of this rank."""
         for buckets in (b for ranges in self._optimizer.gbuf_ranges for b in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
-                own = described(live, parameter)
-                local = Slice(own.regions, ranges["param"].start, ranges["param"].end)
-                shard = LiveShard(own, local, self._kinds, self)
+                live_parameter = described(live, parameter)
+                local = Slice(live_parameter.regions, ranges["param"].start, ranges["param"].end)
+                shard = LiveShard(live_parameter, local, self._kinds, self)
                 self._check(shard)
                 yield shard
 
@@ -61,8 +61,8 @@ class DistributedAdapter(PlainAdapter):
         gets the bounds of the live groups, which a new learning rate has changed, and the stored ones are set
         afterwards.
         """
-        known = [{**group, **_bounds(live)} for live, group in zip(self.param_groups, groups, strict=True)]
-        state: dict[str, Any] = {"optimizer": {"param_groups": known}}
+        with_live_bounds = [{**group, **_bounds(live)} for live, group in zip(self.param_groups, groups, strict=True)]
+        state: dict[str, Any] = {"optimizer": {"param_groups": with_live_bounds}}
         if scaler is not None:
             state["grad_scaler"] = scaler
         self._optimizer.load_state_dict(state)

@@ -30,7 +30,7 @@ def kept_by(optimizer: Any) -> tuple[str, ...] | None:
         return (MOMENTUM,)
     if kind.__name__ == "Lion":
         return (EXP_AVG,)
-    foreign = any(known.__module__.startswith("emerging_optimizers.") for known in kind.__mro__)
+    foreign = any(base.__module__.startswith("emerging_optimizers.") for base in kind.__mro__)
     is_adam = all("betas" in group and "eps" in group for group in optimizer.param_groups)
     return (EXP_AVG, EXP_AVG_SQ) if is_adam and not foreign else None
 

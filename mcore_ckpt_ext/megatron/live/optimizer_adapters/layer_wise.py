@@ -51,9 +51,9 @@ class LayerWiseAdapter(UndistributedAdapter):
             chunk.start_param_sync(force_sync=True)
 
 
-def _not_filled(found: str) -> UnsupportedCheckpointError:
+def _not_filled(unsupported: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "this version does not support this kind of layer-wise optimizer from a checkpoint of another kind or layout",
-        found=found,
+        found=unsupported,
         hint="resume under the layout that the checkpoint was written with; or with --no-load-optim",
     )

@@ -97,9 +97,9 @@ def described(live: Mapping[int, LiveParameter], parameter: torch.Tensor) -> Liv
     Raises:
         ModelMismatchError: the parameter is trained but never stored.
     """
-    if (found := live.get(id(parameter))) is None:
+    if (live_parameter := live.get(id(parameter))) is None:
         raise ModelMismatchError(
             "the model trains a parameter that its own sharded state dict does not list",
             found=f"a parameter of shape {tuple(parameter.shape)}",
         )
-    return found
+    return live_parameter

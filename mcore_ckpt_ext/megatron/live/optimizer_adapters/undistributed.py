@@ -41,8 +41,8 @@ class UndistributedAdapter(PlainAdapter):
         """Yield the shards of this rank."""
         for group in self.param_groups:
             for master in group["params"]:
-                own = described(live, self._parameters.get(id(master), master))
-                yield LiveShard(own, Slice.whole(own.regions), self._kinds, self)
+                live_parameter = described(live, self._parameters.get(id(master), master))
+                yield LiveShard(live_parameter, Slice.whole(live_parameter.regions), self._kinds, self)
 
     def share_weights(self) -> None:
         """Do nothing: every rank has written all weights."""
@@ -61,7 +61,11 @@ class UndistributedAdapter(PlainAdapter):
             getattr(self._optimizer, "fp32_from_float16_groups", []),
             strict=True,
         )
-        return {id(master): own for owns, masters in pairs for own, master in zip(owns, masters, strict=True)}
+        return {
+            id(master): parameter
+            for parameters, masters in pairs
+            for parameter, master in zip(parameters, masters, strict=True)
+        }
 
     @cached_property
     def _masters(self) -> dict[int, torch.Tensor]:
