@@ -87,6 +87,11 @@ class Job:
         return [line for line in self.output.splitlines() if "[mcore_ckpt_ext]" in line]
 
     @property
+    def said_of_loads(self) -> list[str]:
+        """These lines without the one by which random states begin anew under another TP or PP."""
+        return [line for line in self.said if "] random state is reinitialized from --seed and iteration " not in line]
+
+    @property
     def summary(self) -> re.Match[str]:
         """The one-line summary, which rank 0 prints exactly once."""
         lines = [line for line in self.said if SUMMARY in line]

@@ -99,7 +99,8 @@ def test_experts_go_there_and_back(in_turn: Results) -> None:
     """TP2 x EP2 of Megatron-FSDP has every bit of TP1 x PP2 x EP2, and so has such a job of what that saves."""
     job, back = in_turn.job("there"), in_turn.job("back")
     assert_lives(job, "p09", "p09")
-    (line,) = job.said
+    (line,) = job.said_of_loads
+    assert "random state is reinitialized from --seed and iteration 4" in job.said[-1]
     assert "resumed from TP1 x PP2 x EP2 x DP4 by Megatron-FSDP: torch_dist, dp_reshardable" in line
     assert verify(job.run).sound
     assert differing(fixture_named("p09").truth, assemble(back.at_load)) == []
@@ -114,7 +115,7 @@ def test_a_mismatched_model_is_refused_on_all_ranks(resumed: Job) -> None:
 
 def test_one_line_says_what_was_resumed(resumed: Job) -> None:
     """Its own format is left to stock."""
-    assert [line.partition(" s; ")[0].rpartition(", ")[0] for line in resumed.said] == [
+    assert [line.partition(" s; ")[0].rpartition(", ")[0] for line in resumed.said_of_loads] == [
         "[rank 0] [mcore_ckpt_ext] model and optimizer resumed from TP1 x PP4 x DP2 by Megatron-FSDP: "
         f"{form}, 0.7 MB read, 57,856 masters verified equal to their weights"
         for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")
@@ -131,7 +132,7 @@ def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
     job = in_turn.job("by_torch")
     assert reported(job.folder, "p12")["error"].count("the embeddings of the checkpoint are tied") == 1
     assert "output_layer.weight" in reported(job.folder, "p12")["error"]
-    assert [line.partition(": ")[2].partition(", 0.")[0] for line in job.said] == [
+    assert [line.partition(": ")[2].partition(", 0.")[0] for line in job.said_of_loads] == [
         "zarr, dp_zero_gather_scatter",
         "zarr, alone",
         "torch_dcp, no_distributed_optimizer",

@@ -110,7 +110,7 @@ def test_under_another_layout_and_as_another_kind(saved: str, resumed: str, stor
 def test_stock_loads_what_it_can_reshard(results: Results) -> None:
     """A script that builds the model by a function has Adam's part elsewhere, so that it is no longer stock's."""
     resumed = results.job("stock's")
-    assert (resumed.said == []) != results.of_checkout
+    assert (resumed.said_of_loads == []) != results.of_checkout
     assert differing(fixture_named("p44").truth, assemble(resumed.at_load)) == []
 
 
