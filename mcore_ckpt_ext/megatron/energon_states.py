@@ -43,7 +43,7 @@ _STATE = "dataloader_state_dict"
 _PHASE = "redistributing the states of the data loader"
 _LOADED = "the checkpoint is loaded, and no file of it has changed"
 _SCRIPT = "constants.pkl"  # the record by which torch.load takes an archive for a TorchScript module, and runs it
-_NAMES: set[tuple[str, ...]] = {
+_NAMES: tuple[tuple[str, ...], ...] = (
     ("megatron.energon.savable_loader", "SavableDataLoaderState"),
     ("megatron.energon.savable_loader", "SavableDatasetCheckpoint"),
     ("megatron.energon.savable_loader", "SavableDatasetState"),
@@ -58,7 +58,7 @@ _NAMES: set[tuple[str, ...]] = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("collections", "OrderedDict"),
     ("_codecs", "encode"),
-}
+)
 """All that the states of Energon's own data sets contain."""
 _NAMING = ("GLOBAL", "STACK_GLOBAL", "INST")  # opcodes of pickles
 
@@ -142,7 +142,7 @@ def _workers_in(path: Path) -> int:
         archive = TorchArchive(reader, path.name)
         content = archive.load()
         start, size, _ = archive.place_of("data.pkl")
-        foreign = sorted(_names_in(reader.read(path.name, start, size)) - _NAMES)
+        foreign = sorted(_names_in(reader.read(path.name, start, size)) - set(_NAMES))
     if foreign or _SCRIPT in map(str.casefold, archive.names):
         raise UnreadableCheckpointError(f"{path} contains {'.'.join((foreign or [(_SCRIPT,)])[0])}, not only Energon's")
     try:

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 
-from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 NAME = "mcore_ckpt_ext"
@@ -80,7 +79,6 @@ def missing_extra_states_message(count: int, *, were_dropped: bool = False) -> s
         if were_dropped
         else "whose modules are of another kind"
     )
-    return (
-        f"{counted(count, 'extra state')} of this model's modules {'is' if count == 1 else 'are'} not in the "
-        f"checkpoint, {why}: they start empty, as in a fresh model"
-    )
+    # Without `counted`: an interpreter that only finds this package installed imports this module, and no other.
+    states = "1 extra state of this model's modules is" if count == 1 else f"{count} of this model's extra states are"
+    return f"{states} not in the checkpoint, {why}: they start empty, as in a fresh model"
