@@ -16,7 +16,7 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import join_some
+from mcore_ckpt_ext.errors import counted, join_some
 from mcore_ckpt_ext.model_space.tensors import KINDS
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -127,7 +127,7 @@ def _conclusion(comparison: Comparison) -> str:
     if not all(kind.equal for kind in comparison.kinds):
         return "DIFFERENT"
     if comparison.missed:
-        keys = "1 key was" if comparison.missed == 1 else f"{comparison.missed:,} keys were"
+        keys = counted(comparison.missed, "key was", "keys were")
         return f"NOT KNOWN TO BE EQUAL: what was compared is equal in every bit, {keys} not compared"
     return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, but replicas within one checkpoint differ"
 

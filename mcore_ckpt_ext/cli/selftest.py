@@ -75,7 +75,7 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
     from mcore_ckpt_ext.selftest.plan import plan
 
     jobs = plan(machine)
-    ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks} ranks"
+    ranks = counted(machine.ranks, "rank")
     message(f"{counted(sum(not job.skipped for job in jobs), 'job')} on {ranks}; about three minutes")
     rows, folder = running.run(jobs, start, arguments.folder)
     report = Report(

@@ -20,10 +20,9 @@ from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Sharding
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import Recomputation
-from mcore_ckpt_ext.layout_choice.order import distance, idle_fraction, leaves_node
+from mcore_ckpt_ext.layout_choice.order import IDLE_STEP, ROOM, distance, idle_fraction, leaves_node
 from mcore_ckpt_ext.layout_choice.rules import RULES, violations
 from mcore_ckpt_ext.layout_choice.search import (
-    ROOM,
     FoundLayout,
     Search,
     SearchRequest,
@@ -33,8 +32,6 @@ from mcore_ckpt_ext.layout_choice.search import (
 )
 from mcore_ckpt_ext.versions import Version
 
-# Layouts that leave about as much of the GPUs' time unused are compared by what else changes.
-_IDLE_STEP = 0.05
 # Of what a GPU needs under the old layout; more is only tried if the memory of a GPU is unknown and nothing needs less.
 _MOST_OF_USUAL = 1.25
 # Layouts of equal rank that are weighed: a choice among 16,384 GPUs take less than a second.
@@ -169,7 +166,7 @@ def elastic_key(
     idle = 1 - layout.world / request.gpus if keeps_sizes else idle_share(one, request.gpus)
     return (
         leaves_node(layout, old, request.gpus_per_node),
-        int(idle / _IDLE_STEP),
+        int(idle / IDLE_STEP),
         changes_batch(one),
         not keeps_sizes,
         _pressure(one.memory.total, request.memory, usual),
@@ -331,7 +328,7 @@ def _ranked(
     used = 1.0 if keeps_sizes else balance * work / (work + layout.pipeline - 1)
     idle = 1 - layout.world / request.gpus * used
     key = (
-        leaves_node(layout, old, request.gpus_per_node), int(idle / _IDLE_STEP), not keeps_sizes,
+        leaves_node(layout, old, request.gpus_per_node), int(idle / IDLE_STEP), not keeps_sizes,
         distance(layout, old), idle,
     )  # fmt: skip
     return key, layout

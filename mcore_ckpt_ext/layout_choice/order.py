@@ -15,6 +15,10 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.memory import bubble_fraction
 
+# Smaller differences between idle fractions matter less than similarity to the old layout.
+IDLE_STEP = 0.05
+# The share of memory that an estimate may be wrong by.
+ROOM = 0.1
 _LONG_SEQUENCE = 8192
 
 

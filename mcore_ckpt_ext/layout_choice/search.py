@@ -18,7 +18,15 @@ from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
 from mcore_ckpt_ext.layout_choice.options import Recomputation
-from mcore_ckpt_ext.layout_choice.order import changes_of, distance, guidance, idle_fraction, leaves_node
+from mcore_ckpt_ext.layout_choice.order import (
+    IDLE_STEP,
+    ROOM,
+    changes_of,
+    distance,
+    guidance,
+    idle_fraction,
+    leaves_node,
+)
 from mcore_ckpt_ext.layout_choice.rules import (
     BATCH_RULES,
     DENSE_RULES,
@@ -30,11 +38,6 @@ from mcore_ckpt_ext.layout_choice.rules import (
 from mcore_ckpt_ext.layout_choice.stage_activations import ActivationEstimate
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
-
-# Smaller differences between idle fractions matter less than similarity to the old layout.
-_IDLE_STEP = 0.05
-# The share of memory that an estimate may be wrong by.
-ROOM = 0.1
 
 
 @dataclass(frozen=True)
@@ -252,11 +255,11 @@ def _rank(candidate: FoundLayout, old: ParallelLayout, request: SearchRequest) -
         not candidate.keeps_mathematics,
     )
     if old.world > 1:
-        idle = int(candidate.bubble / _IDLE_STEP)
+        idle = int(candidate.bubble / IDLE_STEP)
         order: tuple[object, ...] = (candidate.changes, leaves_node(layout, old, node), idle, distance(layout, old))
     else:
         is_crowded = request.memory is not None and candidate.memory.total > request.memory * (1 - ROOM)
-        idle = int(idle_fraction(choice) / _IDLE_STEP)
+        idle = int(idle_fraction(choice) / IDLE_STEP)
         shared_experts = min(layout.expert, node)
         order = (*guidance(choice, node), is_crowded, idle, candidate.changes, -shared_experts, layout.virtual_pipeline)
     return (*acceptable, *order, candidate.memory.total)

@@ -105,7 +105,7 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
 
 
 def _is_iteration(path: Path, folder_format: Format | None) -> bool:
-    """Return True if a folder is an iteration of a job, finished or not; its format is known or None."""
+    """Return True if a folder is an iteration of a job, finished or not, by its format or its files."""
     names = (CONFIG_FILE, METADATA_FILE, "common.pt")
     files = any((path / name).exists() for name in names) or next(path.glob("__*.distcp"), None) is not None
     return files or (folder_format is not None and folder_format.is_iteration)

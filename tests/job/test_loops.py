@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_without_its_description_the_index_still_shows_the_layout(bridge: Fixtur
     assert "num_attention_heads of the job, which stock Megatron requires, is unknown" in notes
     facts = Facts(context_parallel_size=1, virtual_pipeline_model_parallel_size=1)
     assert inspect(bridge.run, facts=facts).layout_text == "TP2 x PP2 x DP2"
+
+
+def test_nothing_is_inferred_if_only_a_later_optimizer_is_flat() -> None:
+    index = open_checkpoint(fixture_named("p09").run).format_reader.index
+    assert index is not None
+    arrays = {key: array for key, array in index.arrays.items() if not key.startswith("chained_0.")}
+    assert any(key.startswith("chained_1.") for key in arrays)
+    objects = {key: stored for key, stored in index.objects.items() if not key.startswith("chained_0.")}
+    without_first = replace(index, arrays=arrays, objects=objects)
+    assert infer_layout(without_first, None, {"tensor_model_parallel_size": 1}) == {}
 
 
 @pytest.mark.parametrize("with_grid", [True, False])

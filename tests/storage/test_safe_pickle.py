@@ -268,3 +268,10 @@ def test_json_that_says_two_things_is_refused(file: str, entry: str, tmp_path: P
 
 def test_json_that_says_a_thing_twice_is_read() -> None:
     assert parsed('{"a": 1, "a": 1, "b": {"a": 2}}') == {"a": 1, "b": {"a": 2}}
+
+
+def test_a_nan_beside_a_repeated_key_is_no_contradiction() -> None:
+    """It does not equal itself, and would be named in place of the key that has two values."""
+    assert list(parsed('{"a": NaN, "b": 1, "b": 1}')) == ["a", "b"]
+    with pytest.raises(ValueError, match="two entries 'b'"):
+        parsed('{"a": NaN, "b": 1, "b": 2}')

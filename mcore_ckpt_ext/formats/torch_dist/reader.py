@@ -126,9 +126,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 hint=INTERRUPTED,
             )
         if not isinstance(common, dict):
-            common_type = type(common)
-            where = str(self.folder)
-            raise UnreadableCheckpointError("the common state is not a dict", found=common_type, where=where)
+            kind = type(common).__name__
+            raise UnreadableCheckpointError("the common state is not a dict", found=kind, where=str(self.folder))
         return common
 
     @cached_property
