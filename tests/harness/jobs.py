@@ -32,6 +32,8 @@ TIME_LIMIT = 240
 # The environment of a job without this package.
 OFF = {"MCORE_CKPT_EXT": "0"}
 LEGACY = ["--ckpt-format", "torch"]
+# How a load begins random states anew under another TP or PP.
+SEEDED = f"random state is reinitialized from --seed and iteration {SAVED}"
 SUMMARY = "[mcore_ckpt_ext] optimizer resumed from "
 # The one line that a resume prints: from, to, format, bytes, parameters, elements, order sources, seconds.
 SUMMARY_FORM = re.compile(
@@ -89,7 +91,7 @@ class Job:
     @property
     def said_of_loads(self) -> list[str]:
         """These lines without the one by which random states begin anew under another TP or PP."""
-        return [line for line in self.said if "] random state is reinitialized from --seed and iteration " not in line]
+        return [line for line in self.said if f"] {SEEDED}" not in line]
 
     @property
     def summary(self) -> re.Match[str]:

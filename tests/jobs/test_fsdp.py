@@ -23,7 +23,7 @@ from mcore_ckpt_ext.operations.verification import verify
 from tests.harness.checkouts import VARIABLE, with_checkout
 from tests.harness.checkpoints import fixture_named
 from tests.harness.fsdp import FSDP, PLUGINS, TORCH_FSDP, live_state, loading, reported
-from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, differing, resume
+from tests.harness.jobs import OFF, RANK_SCRIPTS, SEEDED, TIME_LIMIT, Job, differing, resume
 from tests.harness.layouts import SEQUENCE, Layout, expert_sizes
 from tests.harness.models import GATED_EXPERTS
 from tests.harness.turns import Results, Turn, run_in_turn
@@ -100,7 +100,7 @@ def test_experts_go_there_and_back(in_turn: Results) -> None:
     job, back = in_turn.job("there"), in_turn.job("back")
     assert_lives(job, "p09", "p09")
     (line,) = job.said_of_loads
-    assert "random state is reinitialized from --seed and iteration 4" in job.said[-1]
+    assert [line for line in job.said if SEEDED in line] == [job.said[-1]]
     assert "resumed from TP1 x PP2 x EP2 x DP4 by Megatron-FSDP: torch_dist, dp_reshardable" in line
     assert verify(job.run).sound
     assert differing(fixture_named("p09").truth, assemble(back.at_load)) == []
@@ -120,6 +120,7 @@ def test_one_line_says_what_was_resumed(resumed: Job) -> None:
         f"{form}, 0.7 MB read, 57,856 masters verified equal to their weights"
         for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")
     ]
+    assert len([line for line in resumed.said if SEEDED in line]) == 1
 
 
 @pytest.mark.parametrize("name", ["p32", "p51", "torch_dist"])
@@ -138,6 +139,7 @@ def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
         "torch_dcp, no_distributed_optimizer",
         "torch_dist, no_distributed_optimizer",
     ]
+    assert len([line for line in job.said if SEEDED in line]) == 1
     assert verify(job.run).sound
 
 

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkouts import EITHER, optimizers_of_checkout, version
 from tests.harness.checkpoints import assert_converted, everything_in, fixture_named
-from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED, Job, differing
+from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED, SEEDED, Job, differing
 from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import GATED_EXPERTS, LLAMA
 from tests.harness.turns import Results, Turn, run_in_turn
@@ -111,6 +111,7 @@ def test_stock_loads_what_it_can_reshard(results: Results) -> None:
     """A script that builds the model by a function has Adam's part elsewhere, so that it is no longer stock's."""
     resumed = results.job("stock's")
     assert (resumed.said_of_loads == []) != results.of_checkout
+    assert len([line for line in resumed.said if SEEDED in line]) == 1
     assert differing(fixture_named("p44").truth, assemble(resumed.at_load)) == []
 
 
