@@ -498,9 +498,9 @@ def test_slices_must_hold_every_element_once(
 
 @pytest.mark.parametrize(
     ("intervals", "expected"),
-    [([(0, 5), (5, 9)], []), ([(5, 9), (0, 5)], []), ([(0, 5), (6, 9)], ["1 of 9 elements are not stored anywhere"]),
+    [([(0, 5), (5, 9)], []), ([(5, 9), (0, 5)], []), ([(0, 5), (6, 9)], ["1 of 9 elements is not stored anywhere"]),
      ([(0, 5), (4, 9)], ["1 element is stored more than once"]),
-     ([(0, 8)], ["1 of 9 elements are not stored anywhere"]),
+     ([(0, 8)], ["1 of 9 elements is not stored anywhere"]),
      ([(0, 9), (2, 4)], ["2 elements are stored more than once"])],
 )  # fmt: skip
 def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], expected: list[str]) -> None:
