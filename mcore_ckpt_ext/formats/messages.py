@@ -17,9 +17,8 @@ def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
     rows = checkpoint.vocabulary_rows
     if recorded is None or recorded == rows:
         return None
-    return (
-        f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {counted(rows, 'row')}, which are used"
-    )
+    stored = counted(rows or 0, "row")
+    return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {stored}, which are used"
 
 
 def contradictions(checkpoint: CheckpointView) -> list[str]:

@@ -99,5 +99,6 @@ class Resume:
 
 def changed_padding(stored: int | None, rows: int | None) -> str:
     """Return how the rows of the vocabulary change on a resume, for the log; empty if they do not."""
-    changes = stored is not None and rows is not None and stored != rows
-    return f"; the vocabulary is padded to {counted(rows, 'row')}, {stored} in the checkpoint" if changes else ""
+    if stored is None or rows is None or stored == rows:
+        return ""
+    return f"; the vocabulary is padded to {counted(rows, 'row')}, {stored} in the checkpoint"
