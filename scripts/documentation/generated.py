@@ -87,7 +87,8 @@ def settings() -> str:
     for setting in SETTINGS:
         is_number = isinstance(setting.default, float)
         shown = f"`{setting.default:g}`" if is_number else f"`{setting.default}`"
-        default = ("on" if setting.default else "off") if isinstance(setting.default, bool) else shown
+        switch: dict[object, str] = {True: "on", False: "off"}  # also of a number that is 0
+        default = switch.get(setting.default, shown)
         flag = f"`{setting.flag}`" if setting.argument else ""
         rows.append((f"[`{setting.name}`](#{setting.name.lower()})", setting.meaning, default, flag))
     return _table(("variable", "value and meaning", "not set", "argument of the job that means the same"), rows)
