@@ -69,12 +69,12 @@ class Summary:
         changed = (
             f"; {counted(self.changed, 'weight')} halfway between two values took the value that this optimizer writes"
         )
-        fresh = f"; {self.new:,} elements that the checkpoint's model does not have keep their initialization"
+        fresh = f"; {counted(self.new, 'element')} that the checkpoint's model does not have: newly initialized"
+        placed = f"{counted(self.elements, 'element')}, placed by {' and '.join(self.order_sources)}"
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
             f"{self.bytes_read / 1e6:,.1f} MB read, {counted(self.parameters, 'parameter')} {self.certainty} "
-            f"({self.elements:,} elements, placed by {' and '.join(self.order_sources)}), {self.seconds:.1f} s; "
-            f"iteration {self.iteration} was loaded"
+            f"({placed}), {self.seconds:.1f} s; iteration {self.iteration} was loaded"
             f"{self.vocabulary}{fresh if self.new else ''}{changed if self.changed else ''}"
             f"{f'; {in_words(self.differing)}' if self.differing else ''}"
             f"{f'; {self.account.in_words}' if self.account.in_words else ''}"

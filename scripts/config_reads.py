@@ -30,10 +30,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scaled_configs import VOCABULARY, scaled
+
 from mcore_ckpt_ext.families.config_keys import TABLE
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.families.text_parts import TEXT_OF
-from scripts.scaled_configs import VOCABULARY, scaled
 
 _BASE = "PretrainedConfig"
 _TOKENS = torch.arange(24).view(1, 24) % VOCABULARY

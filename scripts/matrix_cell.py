@@ -11,7 +11,7 @@ from environment import PYTHON, REPOSITORY, prepared, prepared_with_megatron
 # Since 0.17 PyPI's wheels contain Megatron's own training loop, `megatron.training`; older ones only contain its core.
 FIRST_WITH_LOOP = (0, 17)
 # For the oldest Python, the oldest supported torch; for each other one, a torch that its users have.
-TORCH_OF_PYTHON = {(3, 10): "2.4.1", (3, 11): "2.9.1", (3, 12): "2.13.0", (3, 13): "2.15.0"}
+TORCH_OF_PYTHON: dict[tuple[int, ...], str] = {(3, 10): "2.4.1", (3, 11): "2.9.1", (3, 12): "2.13.0", (3, 13): "2.15.0"}
 MEGATRON = "0.19.2"
 # 0.19.2 declares torch 2.6, but reads its common state with `torch.distributed.checkpoint.load(no_dist=True)`
 # (megatron/core/dist_checkpointing/strategies/torch.py), an argument that 2.6 does not have.

@@ -89,8 +89,8 @@ def _is_changed(node: ast.AST) -> bool:
         node.value = ast.Constant(None)
     elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
         node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
-        node.value = not node.value if type(node.value) is bool else node.value + 1
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        node.value = not node.value if isinstance(node.value, bool) else node.value + 1
     else:
         return _has_changed_operator(node)
     return True

@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
             python = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
             other = None if quick else executor.submit(prepared_beside, python, REPOSITORY / ".venv-colossalai", log)
             status = _checks(python)
-            beside = other and other.result()
+            beside = other.result() if other else None
         except SetupError as error:
             print(error, file=sys.stderr)
             return 2
@@ -138,7 +138,12 @@ def _checks(python: Path) -> int:
 
     def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [python, *command], cwd=REPOSITORY, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [str(python), *command],
+            cwd=REPOSITORY,
+            check=False,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     with ThreadPoolExecutor(len(CHECKS)) as executor:
@@ -150,7 +155,7 @@ def _checks(python: Path) -> int:
 
 def _pytest(python: Path, arguments: Sequence[str], stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     print("== pytest", *arguments, flush=True)
-    command = [python, "-m", "pytest", "-rs", "--durations=15", *arguments]
+    command = [str(python), "-m", "pytest", "-rs", "--durations=15", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, check=False, text=True, stdout=stdout)
 
 

@@ -226,16 +226,16 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Communicator
 
 
 def _planned(report: Report) -> Iterator[str]:
-    yield f"would write {report.destination}: {report.files} files, {format_bytes(report.bytes_written)}"
+    yield f"would write {report.destination}: {counted(report.files, 'file')}, {format_bytes(report.bytes_written)}"
     memory = format_bytes(report.peak_memory)
     yield f"would read {format_bytes(report.bytes_read)} of tensors, through {memory} of memory"
 
 
 def _done(report: Report) -> Iterator[str]:
     size = format_bytes(report.bytes_written)
-    yield f"wrote {report.destination}: {report.files} files, {size} in {report.seconds:.1f} s"
+    yield f"wrote {report.destination}: {counted(report.files, 'file')}, {size} in {report.seconds:.1f} s"
     if report.proven_elements:
-        yield f"verified: {report.proven_elements:,} masters {report.how}"
+        yield f"verified: {counted(report.proven_elements, 'master')} {report.how}"
     if report.lost:
         lost = sum(report.lost.values())
         parameters = counted(len(report.lost), "parameter")

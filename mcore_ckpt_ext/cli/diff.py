@@ -139,6 +139,11 @@ def _verdict(kind: KindComparison) -> str:
     return ", ".join(f"{len(names)} {label}" for names, label in parts if names)
 
 
+def _differ(tensor: TensorDifference) -> str:
+    elements = f"of {counted(tensor.elements, 'element')}"
+    return counted(tensor.different, f"{elements} differs", f"{elements} differ")
+
+
 def _differences(tensor: TensorDifference) -> Iterator[str]:
     if tensor.problem:
         yield f"cannot be compared: {tensor.problem}"
@@ -147,11 +152,11 @@ def _differences(tensor: TensorDifference) -> Iterator[str]:
     if tensor.dtypes[0] != tensor.dtypes[1]:
         yield f"{tensor.dtypes[0]} against {tensor.dtypes[1]}"
     if tensor.padding is not None:
-        zero = f"{tensor.padding.nonzero:,} elements not zero" if tensor.padding.nonzero else "all zero"
-        yield f"{tensor.padding.rows:,} rows more in {tensor.padding.only_in}, {zero}"
-        yield f"{tensor.different:,} of the {tensor.elements:,} elements that both have differ"
+        zero = f"{counted(tensor.padding.nonzero, 'element')} not zero" if tensor.padding.nonzero else "all zero"
+        yield f"{counted(tensor.padding.rows, 'row more', 'rows more')} in {tensor.padding.only_in}, {zero}"
+        yield f"{_differ(tensor)}, of those that both have"
     elif tensor.different:
-        yield f"{tensor.different:,} of {tensor.elements:,} elements differ"
+        yield _differ(tensor)
     if tensor.different:
         if tensor.largest:
             yield f"by at most {tensor.largest:g}"

@@ -164,7 +164,7 @@ def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
     tensors = len(file.tensors)
     held = f": {', '.join(file.tensors)}" if with_names else f" of {counted(tensors, 'tensor')}"
     place = f"{who} ({file.place})" if who else file.place
-    return file.file, place, size, f"{file.records:,} records{held}"
+    return file.file, place, size, f"{counted(file.records, 'record')}{held}"
 
 
 def _bounds(first: str, last: str) -> str:

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
 from mcore_ckpt_ext.continuity.mathematics import sentence_of
-from mcore_ckpt_ext.errors import format_bytes, format_ranks, join_some
+from mcore_ckpt_ext.errors import counted, format_bytes, format_ranks, join_some
 from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 from mcore_ckpt_ext.layout_choice.options import Recomputation, parse_sizes
 from mcore_ckpt_ext.storage.paths import as_path
@@ -107,7 +107,7 @@ def _show(plan: LayoutPlan) -> None:
     table(
         [
             ("written by", plan.old_layout or "no job"),
-            ("for", f"{plan.gpus} GPUs, Megatron {plan.megatron_version} ({plan.megatron_version_source})"),
+            ("for", f"{counted(plan.gpus, 'GPU')}, Megatron {plan.megatron_version} ({plan.megatron_version_source})"),
             ("parameters", f"{plan.parameters:,}"),
             ("memory of a GPU", f"{size}{plan.gpu_memory_source}"),
         ]
@@ -118,7 +118,7 @@ def _show(plan: LayoutPlan) -> None:
         _show_layouts(plan)
     else:
         line()
-        line(Painted(f"no layout of {plan.gpus} GPUs is accepted", BAD))
+        line(Painted(f"no layout of {counted(plan.gpus, 'GPU')} is accepted", BAD))
     if not plan.fits:
         _show_what_excludes(plan)
 

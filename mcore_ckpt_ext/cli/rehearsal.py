@@ -9,7 +9,7 @@ from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import plan_page
 from mcore_ckpt_ext.cli.report import report
-from mcore_ckpt_ext.errors import UsageError, format_bytes
+from mcore_ckpt_ext.errors import UsageError, counted, format_bytes
 from mcore_ckpt_ext.job.assignments import parse_assignments
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ def _show(rehearsal: Rehearsal) -> None:
     table(
         [
             ("written by", rehearsal.old_layout),
-            ("rehearsed", f"{rehearsal.new_layout}, {rehearsal.gpus} GPUs, Megatron {rehearsal.megatron_version}"),
+            (
+                "rehearsed",
+                f"{rehearsal.new_layout}, {counted(rehearsal.gpus, 'GPU')}, Megatron {rehearsal.megatron_version}",
+            ),
             *((("optimizer", rehearsal.optimizer_format),) if rehearsal.optimizer_format else ()),
             *((("loaded by", rehearsal.loaded_by),) if rehearsal.loaded_by else ()),
             *((("because of", rehearsal.why),) if rehearsal.why else ()),
@@ -110,10 +113,11 @@ def _show(rehearsal: Rehearsal) -> None:
         [
             (
                 "optimizer",
-                f"{rehearsal.elements:,} elements of {rehearsal.parameters:,} parameters on {rehearsal.gpus:,} ranks, "
+                f"{counted(rehearsal.elements, 'element')} of {counted(rehearsal.parameters, 'parameter')} on "
+                f"{counted(rehearsal.gpus, 'rank')}, "
                 f"each found once; placed by {' and '.join(rehearsal.order_sources)}",
             ),
-            ("weights", f"{rehearsal.weights:,} elements, each found once"),
+            ("weights", f"{counted(rehearsal.weights, 'element')}, each found once"),
             ("masters", _proof(rehearsal)),
             (
                 "to be read",
@@ -138,4 +142,4 @@ def _proof(rehearsal: Rehearsal) -> str:
     if not rehearsal.proven:
         return "none: masters and weights are derived from each other"
     how = "all" if rehearsal.is_full_proof else "samples of every parameter; --full compares all"
-    return f"{rehearsal.proven:,} masters {rehearsal.proof} ({how})"
+    return f"{counted(rehearsal.proven, 'master')} {rehearsal.proof} ({how})"

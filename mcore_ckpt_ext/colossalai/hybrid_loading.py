@@ -15,7 +15,7 @@ from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, persistent_buf
 from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
-from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
+from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, counted
 
 _MODEL_UNTOUCHED = "the model is unchanged"
 _SHOWN = 4
@@ -41,7 +41,7 @@ def load_optimizer(
             raise ModelMismatchError(
                 "the optimizer state belongs to other parameters",
                 found=f"state of parameter {unknown[0]}",
-                expected=f"{len(known_keys)} parameters",
+                expected=counted(len(known_keys), "parameter"),
             )
         for key, stepped in id_map.items():
             shape = tensor_parallel.whole_shape(working(optimizer, stepped))

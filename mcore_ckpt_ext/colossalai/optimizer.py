@@ -25,7 +25,7 @@ from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
-from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.errors import ModelMismatchError, counted
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
@@ -285,7 +285,9 @@ def _fitting(
     real = optimizer.id_to_real_params
     if sorted(saved) != sorted(real):
         raise ModelMismatchError(
-            "the optimizer state belongs to other parameters", found=f"{len(saved)} parameters", expected=str(len(real))
+            "the optimizer state belongs to other parameters",
+            found=counted(len(saved), "parameter"),
+            expected=str(len(real)),
         )
     note = groups[0].get(OURS, {}) if groups else {}
     ours = _same_named(zero, real, note.get("names"))

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.colossalai.gathering import own_copy, whole_values
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, counted
 
 Precision = Literal["master", "compute"] | torch.dtype
 Ties = Literal["share", "copy", "omit"]
@@ -338,7 +338,7 @@ def _refuse_tensor_parallel(zero: Wrapped) -> None:
     if sharded:
         raise ModelMismatchError(
             "a tensor-parallel module cannot run on its own",
-            found=f"{len(sharded)} sharded parameters",
+            found=counted(len(sharded), "sharded parameter"),
             where=sharded[0],
             hint="build the module again without Shardformer, and load model.state_dict() into it",
         )

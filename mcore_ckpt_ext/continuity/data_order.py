@@ -10,7 +10,7 @@ from mcore_ckpt_ext.continuity.batch_sizes import BatchSize, indivisible_sizes
 from mcore_ckpt_ext.continuity.cyclic import HISTORY, ReadingLayout, as_argument, history_of
 from mcore_ckpt_ext.continuity.energon import loader_changes, redistribution
 from mcore_ckpt_ext.continuity.order_change import CHANGES, EACH_ONCE, SAME_ORDER, UNKNOWN, OrderChange
-from mcore_ckpt_ext.errors import shorten
+from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 SINGLE = "single"
@@ -160,9 +160,9 @@ def description(job: JobArguments) -> dict[str, str]:
     sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
     words = {"loader": f"{loader}{sharding}"}
     if (consumed := _consumed(job)) is not None:
-        words["consumed"] = f"{consumed:,} samples"
+        words["consumed"] = counted(consumed, "sample")
     if built_for is not None and loader != EXTERNAL:
-        words["built for"] = f"{built_for:,} samples"
+        words["built for"] = counted(built_for, "sample")
     if layout is not None:
         words["read by"] = str(layout)
     return words
@@ -285,12 +285,14 @@ def _of_number(written: JobArguments, running: JobArguments) -> Iterator[OrderCh
     new = _samples_built_for(running)
     if old is not None and new is not None and old != new:
         yield OrderChange(
-            f"the data set is built for {new:,} samples, before for {old:,}",
+            f"the data set is built for {counted(new, 'sample')}, before for {old:,}",
             "the order is the same only if both take as many passes over its documents",
             f"{_GPT}; megatron/training/training.py, `get_train_valid_test_num_samples`",
-            f"--train-samples {old}" if running.train_samples else f"a number of iterations with {old:,} samples",
+            f"--train-samples {old}"
+            if running.train_samples
+            else f"a number of iterations with {counted(old, 'sample')}",
             UNKNOWN,
-        )  # fmt: skip
+        )
 
 
 def has_saved_loader(job: JobArguments) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, set_in
@@ -30,7 +31,7 @@ def _groups() -> Setting:
             raise unrepresentable(_GROUPED, config.get(_GROUPED), "True")
         heads, groups = config["num_attention_heads"], checked_size(_GROUPS, config.get(_GROUPS, 1))
         if heads % groups:
-            raise unrepresentable(_GROUPS, groups, f"a divisor of {heads} heads")
+            raise unrepresentable(_GROUPS, groups, f"a divisor of {counted(heads, 'head')}")
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
     return Custom((_GROUPED, _GROUPS), to_config, to_arguments)

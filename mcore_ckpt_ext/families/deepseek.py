@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, mismatches, unrepresentable
@@ -239,7 +240,8 @@ def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     best = ranked_by(arguments)
     groups = arguments.moe_router_num_groups
     if best not in (None, 2):
-        chosen = f"{arguments.moe_router_topk} experts of {arguments.moe_router_group_topk} groups"
+        experts = counted(arguments.moe_router_topk or 0, "expert")
+        chosen = f"{experts} of {counted(arguments.moe_router_group_topk or 0, 'group')}"
         return [f"moe_router_topk and moe_router_group_topk are {chosen}: Megatron ranks a group by its best {best}"]
     single = groups and groups > 1 and (arguments.num_experts or 0) < 2 * groups
     return [f"moe_router_num_groups is {groups}, of one expert each"] if single else []

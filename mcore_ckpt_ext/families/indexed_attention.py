@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import shorten
+from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
@@ -93,7 +93,9 @@ def _indexers_of(config: Config) -> list[str]:
     if (listed := config.get(key)) is not None:
         kinds = [{"F": _FULL, "S": _SHARED}.get(kind, kind) for kind in listed]
         if len(kinds) != layers or {*kinds} - {_FULL, _SHARED}:
-            raise unrepresentable(key, shorten(repr(listed)), f"{_FULL} or {_SHARED}, for each of {layers} layers")
+            raise unrepresentable(
+                key, shorten(repr(listed)), f"{_FULL} or {_SHARED}, for each of {counted(layers, 'layer')}"
+            )
         return kinds
     frequency = max(config.get(_FREQUENCY, 1), 1)
     offset = config.get(_OFFSET, 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, TRAINING, tied
@@ -81,7 +81,9 @@ def _read_blocks(blocks: Sequence[Mapping[str, Any]], heads: int, hidden: int) -
         mlp = block[_MLP]
         in_group = None if attention.get(_NO_OP) else checked_size(_HEADS_IN_GROUP, attention[_HEADS_IN_GROUP])
         if in_group and heads % in_group:
-            raise unrepresentable(f"{_BLOCKS}[{number}].{_HEADS_IN_GROUP}", in_group, f"a divisor of {heads} heads")
+            raise unrepresentable(
+                f"{_BLOCKS}[{number}].{_HEADS_IN_GROUP}", in_group, f"a divisor of {counted(heads, 'head')}"
+            )
         yield Block(
             heads // in_group if in_group else None,
             None if mlp.get(_NO_OP) else checked_size(_WIDTH, width_of_mlp(mlp[_WIDTH], hidden)),
@@ -105,7 +107,7 @@ def _layers() -> Setting:
         hidden = config["hidden_size"]
         blocks = [*_read_blocks(config[_BLOCKS], heads, hidden)]
         if len(blocks) != config["num_hidden_layers"]:
-            raise unrepresentable(_BLOCKS, f"{len(blocks)} blocks", f"{config['num_hidden_layers']}, as layers")
+            raise unrepresentable(_BLOCKS, counted(len(blocks), "block"), f"{config['num_hidden_layers']}, as layers")
         groups = {block.groups for block in blocks if block.groups}
         if len(groups) != 1:
             raise unrepresentable(
@@ -138,7 +140,7 @@ def _layers() -> Setting:
             blocks = blocks_of(arguments)
         except (KeyError, TypeError, ValueError, ArithmeticError, UnsupportedCheckpointError) as error:
             return [f"{_ENCODED} describes no such layers: {error}"]
-        return [] if len(blocks) == arguments.num_layers else [f"{_ENCODED} describes {len(blocks)} layers"]
+        return [] if len(blocks) == arguments.num_layers else [f"{_ENCODED} describes {counted(len(blocks), 'layer')}"]
 
     return Custom(
         (_BLOCKS, "num_key_value_heads", "intermediate_size"), to_config, to_arguments, why_not, (_ENCODED, _PATH)

@@ -7,6 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, tied
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.nemotron_h import MIXER, NemotronH, mixer_heads, pattern_of
@@ -49,7 +50,7 @@ def _expand() -> Setting:
         width = config.get("num_heads", _HEADS) * config.get("head_dim", _HEAD)
         hidden, factor = config.get("hidden_size", _HIDDEN), config.get("expand", 2)
         if width != hidden * factor:
-            raise contradictory("expand", factor, f"heads of {width} elements for {hidden}")
+            raise contradictory("expand", factor, f"heads of {counted(width, 'element')} for {hidden}")
         return {}
 
     def why_not(arguments: ModelArguments) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory
@@ -37,7 +38,7 @@ def _heads() -> Setting:
     def to_arguments(config: Config) -> dict[str, Any]:
         width, heads, hidden = config.get(_HEAD, 128), config["num_attention_heads"], config["hidden_size"]
         if width * heads != hidden:
-            raise contradictory(_HEAD, width, f"{hidden} of hidden_size for {heads} heads")
+            raise contradictory(_HEAD, width, f"{hidden} of hidden_size for {counted(heads, 'head')}")
         return {"kv_channels": width, "group_query_attention": False, "num_query_groups": heads}
 
     return Custom((_HEAD,), lambda arguments: {_HEAD: arguments.kv_channels}, to_arguments)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from math import log
 from typing import Any
 
-from mcore_ckpt_ext.errors import shorten
+from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, unrepresentable
 from mcore_ckpt_ext.families.settings import Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -82,7 +82,8 @@ def _why_not(scaling: Mapping[str, Any]) -> str:
     factors = scaling.get("short_factor") or []
     scaled = [factor for factor in factors if factor != 1]
     if scaled:
-        return f"{kind}, whose short_factor scales {len(scaled)} of {len(factors)} frequencies each in its own way"
+        frequencies = counted(len(factors), "frequency", "frequencies")
+        return f"{kind}, whose short_factor scales {len(scaled)} of {frequencies} each in its own way"
     if scaling.get(_PART, 1.0) != 1.0:
         return (
             f"{kind}, whose attention factor multiplies the part of a head that is rotated, {scaling[_PART]}: "
@@ -327,6 +328,6 @@ def exact_up_to(arguments: ModelArguments, what: str) -> str:
         what: what the code does for longer texts.
     """
     return (
-        f"its own code {what} for texts of more than {arguments.max_position_embeddings} tokens, and Megatron does "
-        f"not: train with --seq-length {arguments.max_position_embeddings} or less"
+        f"its own code {what} for texts of more than {counted(arguments.max_position_embeddings or 0, 'token')}, and "
+        f"Megatron does not: train with --seq-length {arguments.max_position_embeddings} or less"
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.families.validation import check_plain
@@ -187,7 +187,7 @@ class VisionTower:
         section = sections_of(config)
         head = _head_size(config)
         if self.axes and head is not None and 2 * sum(section or ()) != head:
-            reasons.append(f"{_SECTIONS} is {section}, and heads have {head} elements")
+            reasons.append(f"{_SECTIONS} is {section}, and heads have {counted(head, 'element')}")
         return reasons if reasons or self.unlike is None else [*self.unlike(vision, shapes)]
 
     def _wanted(self, names: Collection[str]) -> Iterator[str]:
@@ -248,7 +248,7 @@ def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]
     if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
         raise UnsupportedCheckpointError(
             "the rows of a parameter do not match the number of heads",
-            found=f"{shape[0]} rows, {heads} heads",
+            found=f"{counted(shape[0], 'row')}, {counted(heads, 'head')}",
             where=name,
         )
     rows = shape[0] // (_PARTS * heads)

@@ -75,11 +75,11 @@ def split_state(state: Any, experts: int) -> list[Any]:
         return [state] * experts
     settings = content.get(_SETTINGS)
     if not isinstance(settings, dict) or settings.get(_COUNT) != experts:
-        raise UnknownStateError(f"not the state of {experts} experts")
+        raise UnknownStateError(f"not the state of {counted(experts, 'expert')}")
     each = [{**content, _SETTINGS: {**settings, _COUNT: 1}} for _ in range(experts)]
     for name, values in _side_by_side(content):
         if values.dim() == 0 or values.shape[-1] % experts:
-            raise UnknownStateError(f"{name} of shape {tuple(values.shape)} for {experts} experts")
+            raise UnknownStateError(f"{name} of shape {tuple(values.shape)} for {counted(experts, 'expert')}")
         for number, expert_content in enumerate(each):
             expert_content[name] = values.reshape(*values.shape[:-1], -1, experts)[..., number].contiguous()
     return [write_state(expert_content, isinstance(state, io.BytesIO)) for expert_content in each]

@@ -140,7 +140,7 @@ def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
         raise UnsupportedCheckpointError(
             "a weight is missing, or does not have the shape of its adapter",
             found=str(tensor.shape) if tensor else "no weight",
-            expected=f"{columns} columns",
+            expected=counted(columns, "column"),
             where=f"{name} in {base.folder}",
             hint="pass the model that the adapters are for",
         )

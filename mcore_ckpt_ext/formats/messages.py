@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.errors import join_some
+from mcore_ckpt_ext.errors import counted, join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block
@@ -17,7 +17,8 @@ def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
     rows = checkpoint.vocabulary_rows
     if recorded is None or recorded == rows:
         return None
-    return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {rows} rows, which are used"
+    stored = counted(rows or 0, "row")
+    return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {stored}, which are used"
 
 
 def contradictions(checkpoint: CheckpointView) -> list[str]:

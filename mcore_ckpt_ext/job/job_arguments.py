@@ -58,9 +58,13 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         layers = self.num_layers or 0
         pattern = self.moe_layer_freq
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
-            raise self._refused("num_experts", f"{self.num_experts} in each of {layers} layers", "far fewer in all")
+            raise self._refused(
+                "num_experts", f"{self.num_experts} in each of {counted(layers, 'layer')}", "far fewer in all"
+            )
         if isinstance(pattern, Sequence) and len(pattern) < layers:
-            raise self._refused("moe_layer_freq", counted(len(pattern), "item"), f"one for each of {layers} layers")
+            raise self._refused(
+                "moe_layer_freq", counted(len(pattern), "item"), f"one for each of {counted(layers, 'layer')}"
+            )
 
     @classmethod
     def of(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, format_value
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, counted, format_value
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.names import is_first_linear
 from mcore_ckpt_ext.model_space.slices import Region
@@ -72,7 +72,9 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
     cuts = [(job.tensor_model_parallel_size or 1, weight_shards(job)) for job in (written, running)]
     if cuts[0] == cuts[1] or not (misplaces_gates(written) or misplaces_gates(running)):
         return
-    actual, expected = (f"TP{tensor} and {tensor * shards} weight shards" for tensor, shards in reversed(cuts))
+    actual, expected = (
+        f"TP{tensor} and {counted(tensor * shards, 'weight shard')}" for tensor, shards in reversed(cuts)
+    )
     raise UnsupportedCheckpointError(
         "Megatron itself mixes up the rows of gated linears when the shards of generalized tensor parallelism change",
         found=actual,
@@ -94,7 +96,8 @@ def check_no_sharded_gates(arguments: JobArguments, where: str) -> None:
     if misplaces_gates(arguments):
         raise UnsupportedCheckpointError(
             "only a job with the same weight shards reads the rows of these gated linears correctly",
-            found=f"gated linears, and {weight_shards(arguments)} weight shards of generalized tensor parallelism",
+            found=f"gated linears, and {counted(weight_shards(arguments), 'weight shard')} of generalized tensor "
+            "parallelism",
             where=where,
             hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
             "written with",

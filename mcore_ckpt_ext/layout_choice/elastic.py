@@ -13,7 +13,7 @@ from itertools import islice
 from math import ceil, gcd, inf, log2, prod
 
 from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
-from mcore_ckpt_ext.errors import format_bytes
+from mcore_ckpt_ext.errors import counted, format_bytes
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
@@ -235,7 +235,7 @@ class _Scales:
         if choice.global_batch != whole and not self.request.may_change_batch:
             return f"the global batch {whole} cannot be kept"
         if rows.stored and rows(layout.tensor) != rows.stored:
-            return f"TP{layout.tensor} does not divide the {rows.stored} rows of the vocabulary"
+            return f"TP{layout.tensor} does not divide the {counted(rows.stored, 'row')} of the vocabulary"
         return None
 
     def least_memory(self, layout: ParallelLayout) -> int:

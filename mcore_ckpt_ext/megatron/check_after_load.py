@@ -116,7 +116,8 @@ def repair_shifted(session: LoadSession, chunks: Chunks, optimizer: Any, argumen
     running = JobArguments.of(vars(arguments))
     prepared = prepare(session, chunks, optimizer, running, ResumeOptions(accept_lost=ACCEPT_LOST.value))
     proven = prepared.prove()
-    lost = f", {prepared.lost_elements} lost elements took their weights, with zero moments"
+    elements = counted(prepared.lost_elements, "lost element took its weight", "lost elements took their weights")
+    lost = f", {elements}, with zero moments"
     repaired = f"repaired, because Megatron wrote them shifted: {counted(len(names), 'parameter')} of this checkpoint"
     announce(f"{repaired}{lost if prepared.lost_elements else ''}; {proven.fill()}")
 

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.collectives import agreed, is_first_rank
 from mcore_ckpt_ext.continuity.data_order import DataOrder, has_saved_loader
 from mcore_ckpt_ext.continuity.energon import LoaderSizes
 from mcore_ckpt_ext.continuity.order_change import CHANGES, OrderChange
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.patching.overrides import Scope
@@ -119,7 +119,8 @@ def _find(written: JobArguments, running: JobArguments, folder: str) -> SavedSta
     names = list(map(_FILE.format, range(written.data_parallel_size or 0)))
     if set(by_name) != set(names):
         raise UnreadableCheckpointError(
-            f"{root} has {len(by_name)} of them, the job of the checkpoint had {len(names)} data-parallel ranks"
+            f"{root} has {len(by_name)} of them, the job of the checkpoint had "
+            f"{counted(len(names), 'data-parallel rank')}"
         )
     return SavedStates(place, int(folder.rpartition("_")[2]), tuple(by_name[name] for name in names))
 

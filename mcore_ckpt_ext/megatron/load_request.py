@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.megatron.trees import items_of, leaves
 from mcore_ckpt_ext.optimizer_reshard import Prepared
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
@@ -57,7 +57,7 @@ def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
         if any(within) and not all(within):
             raise UnsupportedCheckpointError(
                 "a list of the state dict mixes optimizers that Megatron can load with others that it cannot",
-                found=f"{sum(within)} of {len(within)} elements that it cannot load, at {_in_words(path)}",
+                found=f"{sum(within)} of {counted(len(within), 'element')} that it cannot load, at {_in_words(path)}",
                 hint="give each optimizer a key of its own, as in {'first': ..., 'second': ...}",
             )
     for child, value in children.items():

@@ -9,7 +9,7 @@ from math import prod
 
 from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, reraise_as_unreadable
+from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, counted, reraise_as_unreadable
 from mcore_ckpt_ext.formats.accounts import Account, account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
@@ -153,7 +153,7 @@ def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataDifference]:
     a, b = sides
     rounded = [side.shifted() for side in sides]
     if any(rounded):
-        values = (f"{count} norms, when 1 is subtracted" if count else "nothing" for count in rounded)
+        values = (f"{counted(count, 'norm')}, when 1 is subtracted" if count else "nothing" for count in rounded)
         yield MetadataDifference("rounded before", *values)
     if a.rows or b.rows:
         yield MetadataDifference("vocabulary compared", a.vocabulary, b.vocabulary)
@@ -249,7 +249,11 @@ class _Side:
         """The number of vocabulary rows that are compared, in words."""
         tensor = self.source.logical_tensor(WEIGHT, word_embeddings_in(self.checkpoint.names(WEIGHT)) or "")
         stored = tensor.shape[0] if tensor else 0
-        return f"{self.rows} of {stored} rows, as many as the other has" if self.rows not in (None, stored) else "all"
+        return (
+            f"{self.rows} of {counted(stored, 'row')}, as many as the other has"
+            if self.rows not in (None, stored)
+            else "all"
+        )
 
     def nbytes(self, kind: str, name: str) -> int:
         tensor = self.source.logical_tensor(kind, name)

@@ -183,7 +183,7 @@ def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iter
         yield error(
             COMPLETE,
             str(path),
-            f"{size:,} bytes, but its records need {needed:,}; cut off: {join_some(keys)}",
+            f"{counted(size, 'byte')}, but its records need {needed:,}; cut off: {join_some(keys)}",
             path.name,
             size,
         )

@@ -240,23 +240,29 @@ def check_parameters(
     names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
     reports = workers.map(check, list(names), size)
     results.findings.extend(finding for report in reports for finding in report.findings)
+    results.checks.extend(_compared(checkpoint, reports))
+    return [digest for report in reports for digest in report.digests]
+
+
+def _compared(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) -> Iterator[Check]:
+    """Yield what was compared of all parameters, and how many elements."""
     compared, wrong, joined = (
         sum(getattr(report, field) for report in reports) for field in ("compared", "wrong", "joined")
     )
     if compared or not joined:
         how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
-        equal = f"{compared - wrong:,} of {compared:,}" if wrong else f"{compared:,}"
-        results.checks.append(Check(MASTERS, f"{equal} masters equal to their weights{how}", done=compared > 0))
+        equal = counted(compared, "master equal to its weight", "masters equal to their weights")
+        among = f"{compared - wrong:,} of " if wrong else ""
+        yield Check(MASTERS, f"{among}{equal}{how}", done=compared > 0)
     if joined:
         order_sources = " and ".join(checkpoint.optimizer.order_sources())
-        message = f"{joined:,} masters joined from weights and remainders, placed by {order_sources}"
+        message = f"{counted(joined, 'master')} joined from weights and remainders, placed by {order_sources}"
         if checkpoint.weights_derived_from_masters:
-            message = f"{joined:,} masters, stored in place of the weights, which are their roundings"
-        results.checks.append(Check(MASTERS, message))
+            message = f"{counted(joined, 'master')}, stored in place of the weights, which are their roundings"
+        yield Check(MASTERS, message)
     if copied := sum(report.copied for report in reports):
-        results.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
-    results.checks.append(Check(VALUES, counted(sum(report.elements for report in reports), "element")))
-    return [digest for report in reports for digest in report.digests]
+        yield Check(COPIES, f"{counted(copied, 'element')} of tied or replicated copies")
+    yield Check(VALUES, counted(sum(report.elements for report in reports), "element"))
 
 
 def count_values(kind: str, block: torch.Tensor, tally: Tally) -> None:

@@ -54,8 +54,7 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
     missing = overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
     absent = sum(high - low for low, high in missing)
     if absent:
-        message = f"{absent:,} of {whole.numel:,} elements are not stored anywhere; the first is {missing[0][0]}"
-        yield error(COVERED, where, message)
+        yield error(COVERED, where, f"{_nowhere(absent, whole.numel)}; the first is {missing[0][0]}")
     twice = sum(stored.slice.numel for stored in first) + absent - whole.numel
     if twice:
         yield error(COVERED, where, f"{counted(twice, 'element is', 'elements are')} stored more than once")
@@ -119,7 +118,7 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
         end = max(end, stop)
     missing += max(0, array.numel - end)
     if missing:
-        yield error(COVERED, where, f"{missing:,} of {array.numel:,} elements are not stored anywhere")
+        yield error(COVERED, where, _nowhere(missing, array.numel))
     if twice:
         yield error(COVERED, where, f"{counted(twice, 'element is', 'elements are')} stored more than once")
 
@@ -223,3 +222,8 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
     for place, names in absent.items():
         message = f"its optimizer state is missing; it had {counted(len(names), 'parameter')}, the first is {names[0]}"
         yield error(COVERED, place, message)
+
+
+def _nowhere(missing: int, numel: int) -> str:
+    elements = f"of {counted(numel, 'element')}"
+    return f"{counted(missing, f'{elements} is', f'{elements} are')} not stored anywhere"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
@@ -88,9 +89,9 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
         notes.append(f"the micro batch changes from {micro} to {choice.micro_batch}; the global batch stays")
     rows = choice.table.padded_rows
     if rows.stored and rows(choice.layout.tensor) != rows.stored:
+        padded = counted(rows(choice.layout.tensor), "row")
         notes.append(
-            f"the vocabulary is padded from {rows.stored} to {rows(choice.layout.tensor)} rows: untrained rows take "
-            "part in the softmax"
+            f"the vocabulary is padded from {rows.stored:,} to {padded}: untrained rows take part in the softmax"
         )
     if job.raw.get("use_megatron_fsdp"):
         notes.append("planned for the distributed optimizer: --use-megatron-fsdp divides weights and gradients, too")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import Cut, whole_cut
@@ -92,7 +92,7 @@ def _check_layers(checkpoint: CheckpointView, job: JobArguments, declared: int, 
         raise UnsupportedCheckpointError(
             "the number of layers is not that of the weights",
             found=f"num_layers {declared}",
-            expected=f"{stored_layers} layers",
+            expected=counted(stored_layers, "layer"),
             where=str(checkpoint.folder),
             hint=f"pass --argument num_layers={stored_layers}",
         )

@@ -93,10 +93,10 @@ def check_stored_tensors(
     digests.tensors += [digest for _, digest in checked if digest is not None]
     findings = [*of_archives, *(of_one for of_one, _ in checked)]
     results.findings.extend(finding for of_one in findings for finding in of_one)
-    results.checks.append(Check(VALUES, f"{sum(prod(tensor.shape) for tensor in listing):,} elements"))
+    results.checks.append(Check(VALUES, counted(sum(prod(tensor.shape) for tensor in listing), "element")))
     with_checksum = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)
     if guarded := with_checksum + sum(map(listing.reader.size, listing.archives)):
-        results.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
+        results.checks.append(Check(CHECKSUMS, f"CRC-32 of {counted(guarded, 'byte')}"))
     else:
         message = "no checksums stored: record some with --record FILE, and compare with --against FILE"
         results.checks.append(Check(CHECKSUMS, message, done=False))
@@ -198,7 +198,7 @@ class _ElementCheck:
             message = "its checksum differs from the stored one: the tensor is damaged"
             findings.append(error(CHECKSUMS, tensor.name, message, payload.file, begin))
         if wrong_scales:
-            message = f"{wrong_scales:,} scales are negative, infinite or not a number"
+            message = f"{counted(wrong_scales, 'scale is', 'scales are')} negative, infinite or not a number"
             findings.append(error(SCALES, tensor.name, message, payload.file, begin))
         else:
             findings.extend(judge(tensor.name, tally, payload.file, begin))

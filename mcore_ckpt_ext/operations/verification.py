@@ -316,7 +316,7 @@ class _Run:
         self.results.findings.extend(findings)
         if not self._quick and index.has_plans:
             self.results.findings.extend(check_index_file(self.folder))
-        self.results.checks.append(Check(COMPLETE, f"{files:,} files"))
+        self.results.checks.append(Check(COMPLETE, counted(files, "file")))
         return failed
 
     def _error(self, check: str, problem: CheckpointError) -> None:

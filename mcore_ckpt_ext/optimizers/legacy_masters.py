@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch
@@ -118,11 +118,15 @@ class LegacyMasters(RankArrays, OptimizerState):
             ]
             fitting = [items for items in candidates if self._fits(items[0], weight, rank.place)]
             if len(fitting) > 1:
-                raise self._ambiguous(f"{len(fitting)} groups have state for it", name, rank)
+                raise self._ambiguous(f"{counted(len(fitting), 'group has', 'groups have')} state for it", name, rank)
             for kind, tensor in fitting[0].popleft().items() if fitting else ():  # without a match, it is not trained
                 self.add(kind, name, tensor, rank.tensor, rank.place)
         if left := sum(len(queue.items) for queue in queues):
-            raise self._ambiguous(f"{left} masters or moments fit no weight", "the stored model", rank)
+            raise self._ambiguous(
+                f"{counted(left, 'master or moment fits', 'masters or moments fit')} no weight",
+                "the stored model",
+                rank,
+            )
 
     def _check_all_trained(self, stored: int, rank: RankOptimizers) -> None:
         """In fp32 training, check that all parameters have state; otherwise shapes and order are not certain."""
@@ -171,7 +175,7 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         elif masters is not None:
             raise UnreadableCheckpointError(
                 "masters and parameter groups of this legacy checkpoint are not of the same parameters",
-                found=f"{len(masters[number]) if number < len(masters) else 0} masters",
+                found=counted(len(masters[number]) if number < len(masters) else 0, "master"),
                 expected=f"{len(entries)}, one for each parameter of group {number}",
                 where=where,
                 hint="the file was edited, or is damaged: use another iteration",
@@ -181,8 +185,8 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         if len(kinds) > 1 or (frozenset() in kinds and not (is_new or keeps_nothing([group]))):
             raise _unknown("not the same state for all parameters of a group", where)
         # torch's Adam stores the step for each parameter.
-        counted = "step" in group or all("step" in state.get(parameter, {}) for parameter in group["params"])
-        if EXP_AVG_SQ in next(iter(kinds), ()) and not counted:  # Lion has no step
+        has_steps = "step" in group or all("step" in state.get(parameter, {}) for parameter in group["params"])
+        if EXP_AVG_SQ in next(iter(kinds), ()) and not has_steps:  # Lion has no step
             raise _unknown("no step in a parameter group or in the state of its parameters", where)
         if any(kinds) and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
             raise _unknown(f"a group of Adam that keeps {', '.join(sorted(kinds.pop()))}", where)

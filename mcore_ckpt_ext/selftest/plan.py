@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.optimizers.table import saved_format
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, layout_of
@@ -92,7 +93,11 @@ def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
     save = saved_by_eight_ranks(machine)
     layout = layout_of(machine.ranks)
     samples = MODELS[save.model].samples
-    skipped = "" if samples % layout.data == 0 else f"{samples} samples cannot be divided among {layout.data} ranks"
+    skipped = (
+        ""
+        if samples % layout.data == 0
+        else f"{counted(samples, 'sample')} cannot be divided among {counted(layout.data, 'rank')}"
+    )
     yield _resuming(
         _without_engine(machine), save, layout, check="resume, saved by 8 ranks", expects=_RESUMED, skipped=skipped
     )

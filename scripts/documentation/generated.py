@@ -16,7 +16,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +87,8 @@ def settings() -> str:
     for setting in SETTINGS:
         is_number = isinstance(setting.default, float)
         shown = f"`{setting.default:g}`" if is_number else f"`{setting.default}`"
-        default = {True: "on", False: "off"}.get(setting.default, shown)
+        switch: dict[object, str] = {True: "on", False: "off"}  # also of a number that is 0
+        default = switch.get(setting.default, shown)
         flag = f"`{setting.flag}`" if setting.argument else ""
         rows.append((f"[`{setting.name}`](#{setting.name.lower()})", setting.meaning, default, flag))
     return _table(("variable", "value and meaning", "not set", "argument of the job that means the same"), rows)
@@ -220,7 +221,7 @@ def unsupported() -> str:
     return _table(("`model_type`", "why not"), [(", ".join(types), why) for why, types in by_reason.items()])
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
 

@@ -189,7 +189,7 @@ def _quantize_blocks(values: torch.Tensor, quantizer: Any, output: Any) -> Any:
         scales = torch.exp2(torch.floor(torch.log2(scales)))
     data = (blocks * scales[:, None, :, None]).clamp(-largest, largest).to(dtype).view(torch.uint8)
     data = data.reshape(down * length, across * length)[:rows, :columns]
-    parts = {}
+    parts: dict[str, Any] = {}
     for name, codes, inverse in (("row", data, 1 / scales), ("column", data.t(), (1 / scales).t())):
         padded = inverse.new_zeros(inverse.shape[0], -(-inverse.shape[1] // 4) * 4)
         padded[:, : inverse.shape[1]] = inverse

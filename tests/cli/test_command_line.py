@@ -285,7 +285,8 @@ def test_a_reader_that_has_seen_enough(without_frameworks: dict[str, str]) -> No
     assert writer.stdout is not None
     assert writer.stderr is not None
     writer.stdout.close()
-    assert (writer.stderr.read(), writer.wait(timeout=60)) == ("", 0)
+    with writer.stderr:
+        assert (writer.stderr.read(), writer.wait(timeout=60)) == ("", 0)
 
 
 def test_a_defect_of_ours_does_not_pass_for_a_verdict(

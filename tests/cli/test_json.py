@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documentation.json_schemas import FOLDERS, RESULTS, schema_of, texts
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS, main
 from mcore_ckpt_ext.operations.findings import IDS
-from scripts.documentation.json_schemas import FOLDERS, RESULTS, schema_of, texts
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
 from tests.harness.damage import MATRIX, flip, payload_position

@@ -39,6 +39,13 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, st
     return code, captured.out, captured.err
 
 
+@pytest.mark.parametrize(("gpus", "words"), [(1, "1 GPU, Megatron"), (2, "2 GPUs, Megatron")])
+def test_numbers_agree_with_their_nouns(gpus: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "plan", fixture_named("p01").run, "--gpus", gpus)
+    assert code == 0
+    assert f" {words}" in out
+
+
 class TestPattern:
     """One sentence, then details: each on a line of its own on a terminal, all in one line elsewhere."""
 

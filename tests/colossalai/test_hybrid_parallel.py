@@ -57,7 +57,7 @@ def _train(booster: Any, model: Any, optimizer: Any, steps: range) -> list[float
     """The losses of some steps; with pipeline stages the last one knows them."""
     if booster.plugin.pp_size == 1:
         return train(booster, model, optimizer, steps)
-    losses = []
+    losses: list[float | None] = []
     for step in steps:
         out = booster.execute_pipeline(iter([batch(step)]), model, lambda output, _: output.loss, optimizer)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Test that CONTRIBUTING.md and SECURITY.md name existing files, and CONTRIBUTING.md the whole package."""
+"""Test that pages for contributors name existing files, and that of the architecture the whole package."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "mcore_ckpt_ext"
+ARCHITECTURE = "docs/project/architecture.md"
 FOLDERS = ("mcore_ckpt_ext", "tests", "scripts", "docs", "patches", "benchmarks")
 # A file that the page tells its reader to make.
 OF_THE_READER = {"parrot.py"}
@@ -27,7 +28,7 @@ def exists(named: str) -> bool:
     return (REPOSITORY / pattern).exists() or next(below, None) is not None
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", ARCHITECTURE])
 def test_named_files_exist(page: str) -> None:
     named = paths_in((REPOSITORY / page).read_text()) - OF_THE_READER
     assert len(named) > 4
@@ -35,7 +36,7 @@ def test_named_files_exist(page: str) -> None:
 
 
 def test_the_whole_package_is_listed() -> None:
-    listed = paths_in((REPOSITORY / "CONTRIBUTING.md").read_text())
+    listed = paths_in((REPOSITORY / ARCHITECTURE).read_text())
     folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
     modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "__main__.py"}
     assert (folders | modules) - listed == set()

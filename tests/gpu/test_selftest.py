@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from documentation.json_schemas import schema_of
 
 from mcore_ckpt_ext.cli.selftest import start_ranks
 from mcore_ckpt_ext.devices import accelerator_type, device_module
 from mcore_ckpt_ext.selftest.machine import this_machine
 from mcore_ckpt_ext.selftest.plan import plan
 from mcore_ckpt_ext.selftest.run import run
-from scripts.documentation.json_schemas import schema_of
 from tests.harness.json_schema import violations
 
 TIME_LIMIT = 400

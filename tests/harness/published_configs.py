@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from scaled_configs import scaled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.families.text_parts import text_config, text_names
-from scripts.scaled_configs import scaled
 from tests.harness.huggingface import tensors
 
 FOLDER = Path(__file__).parents[1] / "huggingface" / "published"

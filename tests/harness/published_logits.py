@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scaled_configs import VOCABULARY
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.target import LayerSpec
-from scripts.scaled_configs import VOCABULARY
 from tests.harness.published_configs import configuration, make_published
 
 TOLERANCE, OWN_ROUNDINGS = 1e-5, 3

@@ -249,8 +249,9 @@ def test_two_families_that_fit(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mcore_ckpt_ext.families import recognition
+    from mcore_ckpt_ext.families.llama import Llama
 
-    class Twin(recognition.Llama):
+    class Twin(Llama):
         model_type = "twin"
 
     mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist())

@@ -62,7 +62,8 @@ SAID_OTHERWISE = {
 def specs_of(name: str) -> tuple[LayerSpec, ...]:
     """Return the layer specs with which Megatron can build a model."""
     needs_engine = next(one.needs_engine for one in FAMILIES if one.model_type == SHOWN[name].model_type)
-    return ("transformer_engine",) if needs_engine else LAYER_SPECS
+    only: tuple[LayerSpec, ...] = ("transformer_engine",)
+    return only if needs_engine else LAYER_SPECS
 
 
 def configuration(folder: Path, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import checked_models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,6 @@ from mcore_ckpt_ext.families.checked import TABLE
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from scripts import checked_models
 from tests.harness.huggingface import make
 
 

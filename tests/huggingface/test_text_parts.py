@@ -142,11 +142,11 @@ MAPPED = {"language_model.output_layer.weight", "language_model.embedding.word_e
 # Keys of a `config.json` that may contradict the tensors.
 UNLIKE: dict[str, list[tuple[str, str, object, str]]] = {
     "qwen3_vl": [
-        ("vision_config", "deepstack_visual_indexes", [0, 9], r"\[0, 9\], and there are 2 blocks"),
+        ("vision_config", "deepstack_visual_indexes", [0, 9], r"\[0, 9\], and it has 2 blocks"),
         ("text_config", "rope_parameters", {"rope_theta": 1e6, "mrope_section": [1, 2, 2]}, "heads have 8 elements"),
     ],
     "gemma3": [
-        ("vision_config", "image_size", 896, "896 of patches of 14, and there are 16 places"),
+        ("vision_config", "image_size", 896, "896 of patches of 14, and the tensor has 16 rows"),
         ("vision_config", "vision_use_head", True, "vision_use_head is not false"),
         ("vision_config", "model_type", "clip_vision_model", "model_type: clip_vision_model"),
     ],

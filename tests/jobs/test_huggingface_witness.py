@@ -238,7 +238,7 @@ def test_megatron_answers_as_the_code_of_a_folder_does(
     assert float((answer - truth).abs().max() / truth.abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "layout"), zip(PUBLISHED, ("TP2", "EP2", "EP2"), strict=True))
+@pytest.mark.parametrize(("name", "layout"), [*zip(PUBLISHED, ("TP2", "EP2", "EP2"), strict=True)])
 def test_megatron_computes_the_logits_of_published_configurations(
     name: str, layout: str, answers: dict[Case, torch.Tensor], published: dict[str, ExpectedLogits]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documentation.json_schemas import schema_of
 from megatron_on_cpu import launch
 
 from mcore_ckpt_ext.cli.main import main
@@ -15,7 +16,6 @@ from mcore_ckpt_ext.megatron import selftest
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order
 from mcore_ckpt_ext.selftest.launcher import Ended
 from mcore_ckpt_ext.selftest.plan import plan
-from scripts.documentation.json_schemas import schema_of
 from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT
 from tests.harness.json_schema import violations
 

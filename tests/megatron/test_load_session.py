@@ -12,6 +12,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.storage import dcp_index
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from tests.harness.checkpoints import fixture_named
 
 PACKAGE = Path(mcore_ckpt_ext.__file__).parent
@@ -23,7 +24,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     times: list[str] = []
     index_of = dcp_index.index_of
 
-    def counted(metadata: object) -> dcp_index.DcpIndex:
+    def counted(metadata: object) -> DcpIndex:
         times.append("parsed")
         return index_of(metadata)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from math import prod
 from pathlib import Path
+from random import Random
 
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from tests.harness.damage import MATRIX, flip, payload_position
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=3), st.randoms(use_true_random=False), st.integers(1, 40))
-def test_each_element_is_counted_in_its_cell(shape: list[int], random, number: int) -> None:
+def test_each_element_is_counted_in_its_cell(shape: list[int], random: Random, number: int) -> None:
     numel = prod(shape)
     positions = torch.tensor(sorted(random.sample(range(numel), min(number, numel))))
     distances = torch.tensor([random.choice([0.5, 2.0, float("inf"), float("nan")]) for _ in positions]).double()

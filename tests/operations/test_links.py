@@ -15,6 +15,7 @@ from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import Fixture, fixture_named
 
 SECRET = b'{"secret": true}'
@@ -46,9 +47,7 @@ def everything(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("to", [mcore_ckpt_ext.TorchDist(), mcore_ckpt_ext.HuggingFace()], ids=lambda to: to.name)
-def test_a_link_to_somebodys_file_is_not_copied(
-    to: mcore_ckpt_ext.Target, model: Path, secret: Path, tmp_path: Path
-) -> None:
+def test_a_link_to_somebodys_file_is_not_copied(to: Target, model: Path, secret: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").symlink_to(secret)
     report = mcore_ckpt_ext.convert(model, tmp_path / "out", to)
     assert SECRET not in everything(tmp_path / "out")

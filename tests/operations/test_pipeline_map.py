@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_every_layer_is_where_the_job_had_it(name: str) -> None:
     assert layers_of == held(fixture.job)
 
 
-def held(job: dict) -> dict[int, set[int]]:
+def held(job: dict[str, Any]) -> dict[int, set[int]]:
     """The layers of each global rank, from the names of the parameters that it had."""
     found = {}
     for rank in job["ranks"]:

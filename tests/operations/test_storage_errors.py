@@ -116,7 +116,7 @@ def _ended(command: str, error: BaseException, out: Path) -> int:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_in_a_file_after_every_error(command: str, tmp_path: Path) -> None:
-    from scripts.documentation.json_schemas import schema_of
+    from documentation.json_schemas import schema_of
 
     for make in ERRORS:
         code = _ended(command, make(), tmp_path / "out.json")

@@ -39,7 +39,7 @@ from mcore_ckpt_ext.operations.findings import (
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
-from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.planning.plan import Copies, StoredSlice
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -180,7 +180,10 @@ def exchanged(fixture: Fixture) -> None:
 
 
 def scribbled(name: str) -> Callable[[Fixture], None]:
-    return lambda fixture: (fixture.iteration / name).write_bytes(b"\x80\x04nothing of the kind")
+    def scribble(fixture: Fixture) -> None:
+        (fixture.iteration / name).write_bytes(b"\x80\x04nothing of the kind")
+
+    return scribble
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -462,7 +465,7 @@ TENSOR = LogicalTensor("x", (4, 6), "float32")
         ([[[stored("x", (0, 0), (4, 6))], [stored("x", (0, 0), (4, 5))]]], ["its copies hold different numbers"]),
     ],
 )  # fmt: skip
-def test_every_element_once(parts: coverage.Copies, expected: list[str]) -> None:
+def test_every_element_once(parts: Copies, expected: list[str]) -> None:
     found = [finding.what for finding in check_tensor(TENSOR, WEIGHT, parts)]
     assert len(found) == len(expected)
     assert all(text in what for text, what in zip(expected, found, strict=True)), found
@@ -498,9 +501,9 @@ def test_slices_must_hold_every_element_once(
 
 @pytest.mark.parametrize(
     ("intervals", "expected"),
-    [([(0, 5), (5, 9)], []), ([(5, 9), (0, 5)], []), ([(0, 5), (6, 9)], ["1 of 9 elements are not stored anywhere"]),
+    [([(0, 5), (5, 9)], []), ([(5, 9), (0, 5)], []), ([(0, 5), (6, 9)], ["1 of 9 elements is not stored anywhere"]),
      ([(0, 5), (4, 9)], ["1 element is stored more than once"]),
-     ([(0, 8)], ["1 of 9 elements are not stored anywhere"]),
+     ([(0, 8)], ["1 of 9 elements is not stored anywhere"]),
      ([(0, 9), (2, 4)], ["2 elements are stored more than once"])],
 )  # fmt: skip
 def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], expected: list[str]) -> None:

@@ -157,7 +157,8 @@ def answers(source: Any, kinds: Sequence[str], regions: Mapping[str, Region], of
                 ((*keys, key), (*given, one)) for keys, given in asked for key, one in known[parameter].items()
             ]  # an unknown parameter fails here: say what it means
         for keys, given in asked:
-            found[(member, *keys)] = value(*given)
+            question = (member, *keys)
+            found[question] = value(*given)
     return found
 
 

@@ -94,7 +94,7 @@ def test_rows_that_are_cut_are_called_rows(
     source = saying(vocab_size=None)
     report = mcore_ckpt_ext.convert(source, tmp_path / "out", target(vocab_size=64, **packing_of(target)))
     (told,) = (note for note in report.notes if "are cut" in note)
-    assert told.startswith(f"rows {128 if target is Legacy else 64} to 255 of the vocabulary are cut")
+    assert told.startswith(f"the last {128 if target is Legacy else 192} rows of the vocabulary are cut")
     assert not any("padding" in note for note in report.notes)
 
 

@@ -12,6 +12,7 @@ def of_a_file(a, b, c, d, e, f, g, h):
     x, y = a, b
     x, y = y, x
     size, rank = size_and_rank()
+    return f"{size} files, {rank} of {LIMIT} steps, {counted(size, 'large file')}"
 
 
 def from_text(cls, a, b, c, d, e, f, g):

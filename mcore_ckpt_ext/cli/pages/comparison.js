@@ -10,10 +10,10 @@ function differences(tensor) {
   if (tensor.problem) found.push(`cannot be compared: ${tensor.problem}`);
   if (String(tensor.shapes[0]) !== String(tensor.shapes[1])) found.push(`shape ${tensor.shapes[0].join(" x ")} against ${tensor.shapes[1].join(" x ")}`);
   if (tensor.dtypes[0] !== tensor.dtypes[1]) found.push(`${tensor.dtypes[0]} against ${tensor.dtypes[1]}`);
-  if (tensor.different) found.push(`${count(tensor.different)} of ${count(tensor.elements)} elements differ (${number(100 * share(tensor))} %)`);
+  if (tensor.different) found.push(`${count(tensor.different)} of ${counted(tensor.elements, "element")} ${tensor.different === 1 ? "differs" : "differ"} (${number(100 * share(tensor))} %)`);
   if (tensor.largest) found.push(`by at most ${number(tensor.largest)}`);
   if (tensor.signed_zeros) found.push(`${count(tensor.signed_zeros)} only in the sign of zero`);
-  if (tensor.padding) found.push(`${count(tensor.padding.rows)} rows more in ${tensor.padding.only_in}, ${count(tensor.padding.nonzero)} elements of them not zero`);
+  if (tensor.padding) found.push(`${counted(tensor.padding.rows, "row more", "rows more")} in ${tensor.padding.only_in}, ${counted(tensor.padding.nonzero, "element")} not zero`);
   if (tensor.first) found.push(`the first at (${tensor.first[0].join(", ")}): ${tensor.first[1]} against ${tensor.first[2]}`);
   return found.join("; ");
 }
@@ -28,7 +28,7 @@ function picture(tensor) {
     const strength = most > least ? (logs[index] - least) / (most - least) : 1;
     const box = { x: (cell % map.columns) * each, y: Math.floor(cell / map.columns) * tall, width: each, height: tall, class: "cell",
                   fill: strength > 0.8 ? "var(--k3)" : strength > 0.5 ? "var(--k2)" : "var(--k1)", opacity: Math.min(1, 0.3 + (0.7 * differ) / elements) };
-    drawing.append(titled(drawn("rect", box), `${count(differ)} elements differ here, by at most ${number(largest)}`));
+    drawing.append(titled(drawn("rect", box), `${counted(differ, "element differs", "elements differ")} here, by at most ${number(largest)}`));
   });
   return drawing;
 }
@@ -67,7 +67,7 @@ document.title = `${data.page.runs.join(" and ")}: ${verdict} - mcore-ckpt diff`
 const page = document.getElementById("page");
 page.append(
   ...headed(verdict, `A is ${data.a}, B is ${data.b}`),
-  card("Beside the tensors", grid(["", "A", "B", ""], data.facts.map((fact) => [fact.what, fact.a, fact.b, fact.a === fact.b ? "" : "differs"]))),
+  card("Besides the tensors", grid(["", "A", "B", ""], data.facts.map((fact) => [fact.what, fact.a, fact.b, fact.a === fact.b ? "" : "differs"]))),
   ...(settings.length ? [card("Settings that differ", grid(["", "A", "B"], settings.map((setting) => [setting.name, setting.a, setting.b])))] : []),
   card("Tensors", grid(["kind", "compared", "elements", "different", "only in A", "only in B"], data.kinds.map((kind) => [
     kind.kind, count(kind.compared), count(kind.elements), element("span", { class: kind.different.length ? "bad" : "good" }, count(kind.different.length)),

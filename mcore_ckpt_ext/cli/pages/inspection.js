@@ -23,7 +23,7 @@ function byRank() {
   if (groups.size > shown) parts.push(note(`The first ${shown} of ${count(groups.size)} are drawn; the list of files below has all.`));
   if (data.silent_ranks.length) {
     const some = data.silent_ranks.slice(0, 24).join(", ") + (data.silent_ranks.length > 24 ? ", ..." : "");
-    parts.push(note(`No file from ${count(data.silent_ranks.length)} ranks (${some}): ${data.why_silent}.`));
+    parts.push(note(`No file from ${counted(data.silent_ranks.length, "rank")} (${some}): ${data.why_silent}.`));
   }
   return card("Bytes by rank", ...parts);
 }
@@ -94,7 +94,7 @@ function bufferMap() {
       : "No known order of parameters fits by sizes and chunk borders; verify looks for the parameters by content.";
     const rows = buffer.parameters.map(([parameter, first, last]) => [name(parameter), count(first), count(last), count(last - first)]);
     const list = element("div", { class: "scroll" }, grid(["parameter", "first", "end", "elements"], rows, [1, 2, 3]));
-    place.replaceChildren(picture, note(`${count(buffer.numel)} elements. ${summary}`), list);
+    place.replaceChildren(picture, note(`${counted(buffer.numel, "element")}. ${summary}`), list);
   }
   choose.addEventListener("change", show);
   show();
@@ -136,7 +136,7 @@ const sum = Object.values(data.bytes_by_kind).reduce((a, b) => a + b, 0);
 const kinds = [...KINDS.map((kind) => [kind, data.bytes_by_kind[kind], color(kind)]), ["archives' overhead", Math.max(0, data.bytes_on_disk - sum), COLORS[5]]];
 const page = document.getElementById("page");
 page.append(
-  ...headed(data.path, `${LAYOUT}${data.layout.world === null ? "" : `, ${count(data.layout.world)} ranks`}, ${ITERATION}, ${size(data.bytes_on_disk)} on disk, written by ${/^\d/.test(data.writer.version) ? "Megatron " : ""}${data.writer.version}`),
+  ...headed(data.path, `${LAYOUT}${data.layout.world === null ? "" : `, ${counted(data.layout.world, "rank")}`}, ${ITERATION}, ${size(data.bytes_on_disk)} on disk, written by ${/^\d/.test(data.writer.version) ? "Megatron " : ""}${data.writer.version}`),
   element("div", { class: "cards" },
     card("Checkpoint", facts([
       ["format", data.format], ["optimizer", [data.optimizer_format, data.optimizer].filter(Boolean).join(": ") || "none"],

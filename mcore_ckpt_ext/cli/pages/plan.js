@@ -45,7 +45,7 @@ function excluded() {
 
 function listed() {
   const some = data.layouts.length < data.accepted ? `the best ${count(data.layouts.length)} of ${count(data.accepted)}` : count(data.accepted);
-  const title = data.layouts.length ? `${some} ${data.accepted === 1 ? "layout" : "layouts"} of ${count(data.gpus)} GPUs` : `no layout of ${count(data.gpus)} GPUs is accepted`;
+  const title = data.layouts.length ? `${some} ${data.accepted === 1 ? "layout" : "layouts"} of ${counted(data.gpus, "GPU")}` : `no layout of ${counted(data.gpus, "GPU")} is accepted`;
   const known = [
     ["written by", data.old_layout || "no job"], ["Megatron", data.megatron_version], ["parameters", count(data.parameters)],
     ["memory of a GPU", `${data.gpu_memory === null ? "" : `${size(data.gpu_memory)}, `}${data.gpu_memory_source}`],
@@ -63,7 +63,7 @@ function listed() {
 function rehearsed() {
   const title = data.will_succeed ? "this resume will succeed" : "this resume will be refused";
   const known = [
-    ["written by", data.old_layout], ["rehearsed", `${data.new_layout}, ${count(data.gpus)} GPUs, Megatron ${data.megatron_version}`],
+    ["written by", data.old_layout], ["rehearsed", `${data.new_layout}, ${counted(data.gpus, "GPU")}, Megatron ${data.megatron_version}`],
     ...[["iteration", data.iteration], ["optimizer", data.optimizer_format], ["loaded by", data.loaded_by], ["because of", data.why]]
       .filter(([, value]) => value !== null).map(([key, value]) => [key, String(value)]),
   ];
@@ -74,8 +74,8 @@ function rehearsed() {
   }
   parts.push(
     card("Checked", facts([
-      ["optimizer", `${count(data.elements)} elements of ${count(data.parameters)} parameters on ${count(data.gpus)} ranks, each found once; placed by ${data.order_sources.join(" and ")}`],
-      ["weights", `${count(data.weights)} elements, each found once`],
+      ["optimizer", `${counted(data.elements, "element")} of ${counted(data.parameters, "parameter")} on ${counted(data.gpus, "rank")}, each found once; placed by ${data.order_sources.join(" and ")}`],
+      ["weights", `${counted(data.weights, "element")}, each found once`],
       ["masters", data.proven ? `${count(data.proven)} ${data.proof} (${data.is_full_proof ? "all" : "samples of every parameter"})` : "derived from the weights: nothing to compare"],
       ["to be read", `${size(data.bytes_read)} by all ranks`],
     ])),

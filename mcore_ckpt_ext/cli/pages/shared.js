@@ -30,6 +30,8 @@ function size(bytes) {
   return `${unit ? bytes.toPrecision(3) : bytes} ${units[unit]}`;
 }
 
+// A number with its noun: "1 file", "2 files".
+const counted = (number, singular, plural = `${singular}s`) => `${count(number)} ${number === 1 ? singular : plural}`;
 const count = (number) => (typeof number === "number" && Number.isInteger(number) ? number.toLocaleString("en") : String(number));
 const card = (title, ...children) => element("section", {}, element("h2", {}, title), ...children);
 const note = (text) => element("p", { class: "note" }, text);

@@ -21,6 +21,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
+    counted,
     format_value,
     join_some,
     shorten,
@@ -239,7 +240,7 @@ def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[in
     if checksums.length != CHECKSUM_BYTES * len(arrays):
         raise UnreadableCheckpointError(
             "a file of a canonical checkpoint does not have one checksum for each array",
-            found=f"{checksums.length} bytes of checksums, {len(arrays)} arrays",
+            found=f"{counted(checksums.length, 'byte')} of checksums, {counted(len(arrays), 'array')}",
             where=str(reader.folder / file),
             hint="this file was edited, or is damaged: convert the source again",
         )

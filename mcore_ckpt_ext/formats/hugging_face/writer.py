@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, with_indefinite_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
@@ -272,22 +272,22 @@ class HuggingFaceTarget:
         stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]
         kept = shapes[VOCABULARY[0]][0]
         if stored > kept:
-            yield f"rows {kept} to {stored - 1} of the vocabulary are cut: it has {kept} tokens"
+            rows = counted(stored - kept, "row of the vocabulary is", "rows of the vocabulary are")
+            yield f"the last {rows} cut: it has {counted(kept, 'token')}"
         if self.left_out:
             yield f"left out, no equivalent in Hugging Face's {family.name}: {join_some(self.left_out, _SHOWN)}"
         plain = [name for name in shapes if name not in self._masters]
         if self._masters and plain:
             yield f"copied from the weights, having no master: {join_some(plain, _SHOWN)}"
-        counted = [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]
-        if counted and not self.fit.arguments.mtp_num_layers:
-            yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"
+        layers = [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]
+        if layers and not self.fit.arguments.mtp_num_layers:
+            yield f"config.json keeps {layers[0]} as published; the folder holds no such layers"
         if missing:
-            lacking = " and ".join(missing)
             has_tokenizer = tokenizer_tokens(self.auxiliary_files) is not None
             advice = (
                 "the tokenizer names none, so add it" if has_tokenizer else "name a folder that has (--tokenizer PATH)"
             )
-            yield f"config.json has no {lacking}: {advice}, or edit config.json"
+            yield f"config.json has no {' and '.join(missing)}: {advice}, or edit config.json"
 
     def _written(self, tensor: HuggingFaceTensor) -> Iterator[WrittenTensor]:
         """Yield the tensors to write for a tensor: itself, or its codes and their scales."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, cast
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration
@@ -111,7 +111,8 @@ class LegacyTarget:
             )
             stored = self._checkpoint.vocabulary_rows or rows
             if stored > rows:
-                yield f"rows {rows} to {stored - 1} of the vocabulary are cut: that job has {rows}"
+                cut = counted(stored - rows, "row of the vocabulary is", "rows of the vocabulary are")
+                yield f"the last {cut} cut: that job has {rows}"
         yield from self._state.notes
         yield from about_emptied(self._unjoined)
         if not self._same_ranks:

@@ -10,6 +10,7 @@ from mcore_ckpt_ext.errors import (
     ProofError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
+    counted,
     join_some,
 )
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
@@ -134,7 +135,7 @@ def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> N
     if tokens is not None and rows is not None and rows < tokens:
         raise ModelMismatchError(
             "the model's vocabulary is smaller than the checkpoint's: tokens with their optimizer state would be lost",
-            found=f"{tokens} tokens",
+            found=counted(tokens, "token"),
             expected=f"at most {rows}, padding included",
             where=str(folder),
             hint="resume with the tokenizer, or the --vocab-size, that the checkpoint was written with",
@@ -233,7 +234,7 @@ def check_lost(checkpoint: CheckpointView) -> None:
     if lost:
         raise ProofError(
             "Megatron wrote this fully_reshardable optimizer state shifted; most of it can be repaired, but not all",
-            found=f"{sum(lost.values())} elements in no slot: "
+            found=f"{counted(sum(lost.values()), 'element')} in no slot: "
             + ", ".join(f"{count} of {name}" for name, count in lost.items()),
             where=str(checkpoint.folder),
             hint="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "

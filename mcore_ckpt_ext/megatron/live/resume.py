@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
@@ -98,5 +99,6 @@ class Resume:
 
 def changed_padding(stored: int | None, rows: int | None) -> str:
     """Return how the rows of the vocabulary change on a resume, for the log; empty if they do not."""
-    changes = stored is not None and rows is not None and stored != rows
-    return f"; the vocabulary is padded to {rows} rows, {stored} in the checkpoint" if changes else ""
+    if stored is None or rows is None or stored == rows:
+        return ""
+    return f"; the vocabulary is padded to {counted(rows, 'row')}, {stored} in the checkpoint"

@@ -109,7 +109,8 @@ def _peculiarities(entry: Any, array: StoredArray) -> Iterator[str]:
     elif data is not None and not holds_data(data.device):
         yield f"on the device {data.device}"
     elif data is not None and (data.dtype, tuple(data.shape)) != (entry.dtype, tuple(entry.local_shape)):
-        yield f"{data.dtype} of shape {tuple(data.shape)}, and says otherwise"
+        described = f"{entry.dtype} of shape {tuple(entry.local_shape)}"
+        yield f"described as {described}, and its data is {data.dtype} of shape {tuple(data.shape)}"
 
 
 def _fits(requested: tuple[int, ...], stored: tuple[int, ...], may_pad: bool) -> bool:

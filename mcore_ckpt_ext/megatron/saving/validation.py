@@ -41,8 +41,8 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
     for file, size in needed.items():
         actual_size = _size(folder / file)
         if actual_size < size:
-            is_there = "it does not exist" if actual_size < 0 else f"{actual_size:,} bytes"
-            yield f"{file}: {is_there}, but its records need {size:,} bytes"
+            is_there = "it does not exist" if actual_size < 0 else f"{counted(actual_size, 'byte')}"
+            yield f"{file}: {is_there}, but its records need {counted(size, 'byte')}"
 
 
 def _with_records(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) -> Metadata:

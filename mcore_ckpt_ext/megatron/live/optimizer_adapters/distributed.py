@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
@@ -91,8 +91,8 @@ class DistributedAdapter(PlainAdapter):
         if main.dtype != torch.float32 or main.numel() != shard.slice.numel or not main.is_contiguous():
             raise UnsupportedCheckpointError(
                 "the optimizer's masters are not plain fp32 shards",
-                found=f"{main.dtype}, {main.numel()} elements",
-                expected=f"torch.float32, {shard.slice.numel} elements",
+                found=f"{main.dtype}, {counted(main.numel(), 'element')}",
+                expected=f"torch.float32, {counted(shard.slice.numel, 'element')}",
                 where=shard.name,
             )
 
