@@ -72,6 +72,7 @@ SHOWN: dict[str, Shown] = {
     "glm": Shown("glm", ("TP2",)),
     "gpt_neox": Shown("gpt_neox", ("TP2",)),
     "hy_v3": Shown("hy_v3", ("TP2", "EP2")),
+    "exaone4": Shown("exaone4"),
     "exaone_moe": Shown("exaone_moe", ("TP2", "EP2")),
     "dots1": Shown("dots1", ("TP2", "EP2")),
     "ministral3": Shown("ministral3", ("TP2",)),
