@@ -38,15 +38,18 @@ def attention_scalar(arguments: ModelArguments) -> float:
     return int(scalar) if scalar == int(scalar) else scalar
 
 
+NORMS_AFTER_BLOCKS = (
+    Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.self_attention.linear_proj.post_layernorm.weight"),
+    Rule(f"{_THEIRS}.post_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc2.post_layernorm.weight"),
+)
 RULES = (
     parts.EMBEDDING,
     *parts.attention(),
     parts.ATTENTION_OUTPUT,
     *parts.MLP,
     parts.ATTENTION_NORM,
-    Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.self_attention.linear_proj.post_layernorm.weight"),
+    *NORMS_AFTER_BLOCKS,
     Rule(f"{_THEIRS}.pre_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
-    Rule(f"{_THEIRS}.post_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc2.post_layernorm.weight"),
     Rule("model.norm.weight", "decoder.final_layernorm.weight"),
 )
 

@@ -20,6 +20,7 @@ from mcore_ckpt_ext.families.dots1 import Dots1
 from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.exaone import Exaone
+from mcore_ckpt_ext.families.exaone4 import Exaone4
 from mcore_ckpt_ext.families.exaone_moe import ExaoneMoE
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma import Gemma
@@ -36,7 +37,7 @@ from mcore_ckpt_ext.families.hy_v3 import HyV3
 from mcore_ckpt_ext.families.indexed_attention import DeepSeekV32, GlmMoEDsa
 from mcore_ckpt_ext.families.internlm2 import InternLM2
 from mcore_ckpt_ext.families.internlm3 import InternLM3
-from mcore_ckpt_ext.families.llama import Llama
+from mcore_ckpt_ext.families.llama import Llama, Xverse
 from mcore_ckpt_ext.families.llama_nemotron import LlamaNemotron
 from mcore_ckpt_ext.families.mamba2 import Mamba2
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
@@ -118,6 +119,8 @@ FAMILIES: tuple[Family, ...] = (
     SarvamMoE(),
     LlamaNemotron(),
     Dots1(),
+    Xverse(),
+    Exaone4(),
 )
 _SHOWN = 4
 _LISTED = "one of mcore-ckpt convert --list-families"

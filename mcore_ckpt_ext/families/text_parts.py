@@ -1,8 +1,10 @@
 """The language model of models that also see or hear: its configuration and the names of its tensors.
 
 In a text without images, the three axes of positions are equal, so `mrope` equals RoPE.
-Sources: the classes for conditional generation of transformers 4.49 to 5.23; for Nemotron Nano VL and Omni, which have
-none, models/nemotron_vl and nemotron_omni of Megatron-Bridge 0.6.2.
+Sources: the classes for conditional generation of transformers 4.49 to 5.23; for types that have none there,
+models/nemotron_vl and nemotron_omni of Megatron-Bridge 0.6.2 (Nemotron Nano VL and Omni), llava/model of
+haotian-liu/LLaVA (the first LLaVA, whose text has no section), and `Maira2ForConditionalGeneration`, which is LLaVA's
+class with another projector.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.config_keys import class_default
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 
 # The family of the language model by the type of the whole model.
@@ -28,6 +31,12 @@ TEXT_OF: Mapping[str, str] = {
     "kimi_k25": "deepseek_v3",
     "mistral3": "mistral",
     "glm4v_moe": "glm4_moe",
+    "llava": "llama",
+    "llava_llama": "llama",
+    "llava_mistral": "mistral",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "maira2": "llama",
     "voxtral": "llama",
     "qwen2_audio": "qwen2",
     "qwen3_asr": "qwen3",
@@ -40,6 +49,15 @@ TEXT_OF: Mapping[str, str] = {
 }
 # Types with language models of several families, which `text_config` names.
 _NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3"), "voxtral": ("llama", "mistral")}
+# Types whose language model is that of any family, with the configuration class of that family.
+_OF_ANY_FAMILY = ("llava", "llava_llama", "llava_mistral", "llava_next", "llava_onevision", "maira2")
+# Types whose model is tied if either part says so (`__post_init__` of their configuration).
+_TIED_BY_TEXT = ("llava", "llava_onevision")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# Keys about images in a LLaVA without `text_config`.
+_IMAGES_OF_LLAVA = re.compile(
+    r"(((un)?freeze|tune)_)?mm_|image_|use_mm_proj$|tokenizer_(padding_side|model_max_length)$"
+)
 # Keys of the part that understands, in a model that also speaks, and of the language model.
 _THINKER = "thinker_config"
 _TEXT = ("text_config", "llm_config")
@@ -80,6 +98,7 @@ _NAMES = (
 )
 _OTHERS = re.compile(
     r"^(model\.|thinker\.)?(visual|vision_tower|audio_tower|multi_modal_projector|mm_projector)\."
+    r"|^(model\.)?image_newline$"
     r"|^(talker|token2wav|code2wav|vision_model|mlp1|sound_encoder|sound_projection)\."
 )
 
@@ -97,13 +116,15 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = TEXT_OF.get(whole_kind)
     if kind is None:
         return None
-    if isinstance(inside, Mapping) and inside.get("model_type") in _NAMED_INSIDE.get(whole_kind, ()):
-        kind = str(inside["model_type"])
+    named = kind if inside is None else str(inside.get("model_type", kind))
+    if whole_kind in _OF_ANY_FAMILY or named in _NAMED_INSIDE.get(whole_kind, ()):
+        kind = named
     owner = _owner_of_text(config)
     whole = {key: config[key] for key in _OF_THE_FILE if key in config}
     if _TIED in owner:  # the model around the text ties its embeddings
-        whole[_TIED] = owner[_TIED]
-    text = {**_DEFAULTS.get(whole_kind, {}), **(config if inside is None else inside), **whole}
+        is_tied_by_text = whole_kind in _TIED_BY_TEXT and bool((inside or {}).get(_TIED))
+        whole[_TIED] = owner[_TIED] or is_tied_by_text
+    text = {**_defaults(whole_kind, kind), **(_without_images(config) if inside is None else inside), **whole}
     for key in (*_OF_IMAGES, *_TEXT):
         text.pop(key, None)
     for key in _ROPE:
@@ -111,6 +132,30 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             text[key] = _of_one_axis(text[key])
     always = _ALWAYS.get(str(config["model_type"]), {})
     return {**text, **always, "model_type": kind, "architectures": None}
+
+
+def class_of_text(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """Return the `model_type` whose configuration class the language model has.
+
+    Args:
+        config: the `config.json`.
+        text: that of the language model, as `text_config` returns it.
+    """
+    kind = str(config.get("model_type"))
+    return str(text["model_type"]) if kind in _OF_ANY_FAMILY else kind
+
+
+def _defaults(whole_kind: str, kind: str) -> Mapping[str, Any]:
+    """Return the defaults of a language model's class that its family does not have."""
+    if whole_kind in _OF_ANY_FAMILY:  # published without sizes that are those of the class
+        sizes = {key: class_default(kind, key) for key in _SIZES}
+        return {key: size for key, size in sizes.items() if size is not None}
+    return _DEFAULTS.get(whole_kind, {})
+
+
+def _without_images(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` with all keys on one level without those about images."""
+    return {key: value for key, value in config.items() if not _IMAGES_OF_LLAVA.match(key)}
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

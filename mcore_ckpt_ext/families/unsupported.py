@@ -34,6 +34,7 @@ _COMPRESSED = (
 _KDA = "its linear attention is Kimi's delta attention (KDA), and Megatron's are gated delta nets"
 _LIGHTNING = "its linear attention is lightning attention, which Megatron does not have"
 _SELECTED = "it attends to blocks that an indexer selects; Megatron's indexer selects tokens of latent attention"
+_CONVOLUTIONS = "most of its layers are short convolutions with gates, which Megatron does not have"
 NOT_IN_MEGATRON: Mapping[str, str] = {
     "falcon": PARALLEL_BLOCKS,
     "RefinedWeb": PARALLEL_BLOCKS,
@@ -49,10 +50,11 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "glm4": NORMS_BEHIND,
     "olmo2": NORMS_BEHIND,
     "olmo3": NORMS_BEHIND,
-    "exaone4": NORMS_BEHIND,
     "afmoe": NORMS_BEHIND,
     "granite": FACTORS,
     "granitemoe": FACTORS,
+    "granitemoeshared": FACTORS,
+    "granitemoehybrid": FACTORS,
     "minicpm": FACTORS,
     "minicpm3": FACTORS,
     "llama4": CHUNKS,
@@ -74,6 +76,12 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "minimax_m3": _SELECTED,
     "minimax_m3_vl": _SELECTED,
     "minimax_m3_vl_text": _SELECTED,
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
+    "lfm2_vl": _CONVOLUTIONS,
+    "laguna": "a projection of its own, by softplus, gates what comes out of each head, and the gates of Megatron's "
+    "attention are sigmoids of rows beside the queries",
+    "phi3small": "every other layer attends to some blocks of tokens (block-sparse), and no layer of Megatron does",
     "falcon_h1": "attention and a Mamba mixer of a layer read the same input, and in Megatron a layer has one of them",
     "t5": ENCODER,
     "mt5": ENCODER,

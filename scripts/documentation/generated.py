@@ -187,6 +187,12 @@ def families() -> str:
             next((shown.why for shown in SHOWN.values() if shown.model_type in types), "")
             or found[0].bridge_only_reason
         )
+        layouts |= dict.fromkeys(
+            f"{layout} (Megatron-Bridge's model)"
+            for shown in SHOWN.values()
+            if shown.model_type in types
+            for layout in shown.bridge
+        )
         equivalents = [f"as `{COMPUTES_AS[one]}`" for one in types & COMPUTES_AS.keys()]
         equivalents += [OF_OWN_CODE[one] for one in types & OF_OWN_CODE.keys()]
         tested = ", ".join([*layouts, *equivalents]) or f"not compared: {why}"

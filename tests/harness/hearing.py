@@ -23,6 +23,10 @@ _VISION = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
     "image_size": 16,
 }  # fmt: skip
+_CLIP = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4, "projection_dim": 16, "vocab_size": VOCABULARY,
+}  # fmt: skip
 ALSO_HEARING: dict[str, tuple[str, dict[str, Any]]] = {
     "voxtral": ("Voxtral", {
         "text_config": {**_TEXT, "model_type": "llama", "head_dim": 16},
@@ -49,6 +53,18 @@ ALSO_HEARING: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": {**_TEXT, **_EXPERTS, "head_dim": 8, "rope_parameters": _AXES},
         "vision_config": {**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         "audio_config": {**_ENCODER, "max_source_positions": 20, "output_dim": 32, "downsample_hidden_size": 8},
+    }),
+    "llava": ("Llava", {
+        "text_config": {**_TEXT, "model_type": "llama", "tie_word_embeddings": True},
+        "vision_config": {**_CLIP, "model_type": "clip_vision_model"},
+    }),
+    "llava_next": ("LlavaNext", {
+        "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": 8},
+        "vision_config": {**_CLIP, "model_type": "clip_vision_model"},
+    }),
+    "llava_onevision": ("LlavaOnevision", {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
     }),
 }  # fmt: skip
 """The class of each model type, and its parts."""

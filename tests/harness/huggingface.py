@@ -166,6 +166,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         "Dots1Config", **{**_MIXTURE, "n_shared_experts": 2, "n_routed_experts": 4}, first_k_dense_replace=1,
         norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1, topk_group=1,
     ),
+    "exaone4": _configured(
+        "Exaone4Config", **_SIZES, head_dim=16, sliding_window=None, rope_parameters=_LLAMA_3_ROPE,
+        tie_word_embeddings=True, layer_types=["full_attention"] * 2,
+    ),
     "exaone_moe": _configured(
         "ExaoneMoeConfig", **{**_MIXTURE, "num_hidden_layers": 4}, num_experts=4, sliding_window=16,
     ),

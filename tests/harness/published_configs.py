@@ -25,7 +25,7 @@ REFUSED = {
     "phi-4-mini": "attention factor multiplies the part of a head that is rotated, 0.75",
 }
 # Types without a class in transformers, with the class of an equal model; their own code is not run.
-_SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+_SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "xverse": "llama"}
 # The type of a vision-language model whose folder has the type of its text.
 _WITH_IMAGES = {"ministral3": "mistral3"}
 # Types without any such class: their tensors follow from the family's rules, and there are no logits.

@@ -18,12 +18,14 @@ class Shown:
         model_type: the type of its family.
         layouts: the layouts under which its logits are compared, with the local layer spec.
         engine: the layouts with Transformer Engine's spec.
+        bridge: the layouts under which it is compared in Megatron-Bridge's own model (`tests/slow`).
         why: why no logits are compared.
     """
 
     model_type: str
     layouts: tuple[str, ...] = ()
     engine: tuple[str, ...] = ()
+    bridge: tuple[str, ...] = ()
     why: str = ""
 
 
@@ -61,10 +63,10 @@ SHOWN: dict[str, Shown] = {
     "glm_moe_dsa": Shown("glm_moe_dsa", engine=_INDEXED),
     "glm4_moe_lite": Shown("glm4_moe_lite", _EXPERTS),
     "internlm3": Shown("internlm3", _DENSE),
-    "gemma3": Shown("gemma3_text"),
+    "gemma3": Shown("gemma3_text", bridge=("TP2",)),
     "minimax_m2": Shown("minimax_m2"),
     "olmoe": Shown("olmoe"),
-    "gemma2": Shown("gemma2"),
+    "gemma2": Shown("gemma2", bridge=("TP2",)),
     "gemma": Shown("gemma", engine=("TP2",)),  # as Megatron-Bridge configures it
     "stablelm": Shown("stablelm", ("TP2",)),
     "gpt_bigcode": Shown("gpt_bigcode", ("TP2",)),
@@ -72,6 +74,7 @@ SHOWN: dict[str, Shown] = {
     "glm": Shown("glm", ("TP2",)),
     "gpt_neox": Shown("gpt_neox", ("TP2",)),
     "hy_v3": Shown("hy_v3", ("TP2", "EP2")),
+    "exaone4": Shown("exaone4", bridge=("TP2",)),
     "exaone_moe": Shown("exaone_moe", ("TP2", "EP2")),
     "dots1": Shown("dots1", ("TP2", "EP2")),
     "ministral3": Shown("ministral3", ("TP2",)),
@@ -90,4 +93,5 @@ CASES = [("local", name, layout) for name, shown in SHOWN.items() for layout in 
     ("transformer_engine", name, layout) for name, shown in SHOWN.items() for layout in shown.engine
 ]
 """Layer spec, model, layout."""
+BUILT_BY_BRIDGE = [name for name, shown in SHOWN.items() if shown.bridge]
 WITNESSED = list(dict.fromkeys(name for _, name, _ in CASES))

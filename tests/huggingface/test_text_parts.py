@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
-from mcore_ckpt_ext.families.text_parts import turned_stack
+from mcore_ckpt_ext.families.recognition import family_of_config
+from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS, vision_model_type
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.operations.comparison import compare
@@ -53,6 +54,43 @@ def test_the_text_of_models_that_hear(name: str, tmp_path: Path) -> None:
     report = mcore_ckpt_ext.convert(tmp_path / "whole", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     assert [note for note in report.notes if note.endswith("; other parts are not converted yet")]
     _check_text(model, tmp_path)
+
+
+def test_the_first_llava_has_one_level_of_keys(tmp_path: Path) -> None:
+    """Its classes are Llama's and Mistral's, with a projector and a tower (llava/model of haotian-liu/LLaVA)."""
+    folder = tmp_path / "whole"
+    make("llama", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    seeing = ("model.mm_projector.0.weight", "model.vision_tower.vision_tower.x.weight", "model.image_newline")
+    save_file({**tensors(folder), **{name: torch.ones(2) for name in seeing}}, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    of_images = {
+        "mm_vision_tower": "openai/clip-vit-large-patch14-336", "mm_hidden_size": 1024, "mm_vision_select_layer": -2,
+        "tune_mm_mlp_adapter": False, "freeze_mm_vision_resampler": False, "unfreeze_mm_vision_tower": False,
+        "image_aspect_ratio": "pad", "use_mm_proj": True, "mm_use_im_patch_token": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({**text, **of_images, "model_type": "llava"}))
+    report = mcore_ckpt_ext.convert(folder, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    assert {item.key for item in report.unread} == {*seeing}
+    assert not any("mm_hidden_size" in note for note in report.notes)
+    _check_text(model, tmp_path)
+
+
+def test_sizes_that_llava_leaves_out_are_those_of_the_class_of_its_text() -> None:
+    """llava-1.5-7b-hf states only these keys of its text; MAIRA-2 has LLaVA's form."""
+    stated = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    for kind in ("llava", "maira2"):
+        text = text_config({"model_type": kind, "text_config": stated, "tie_word_embeddings": False})
+        assert text is not None
+        assert text["model_type"] == "llama"
+        family = family_of_config(text, "here")
+        arguments = family.arguments(text)
+        assert arguments.vocab_size == 32064
+        class_of_model = LlamaConfig(**stated)
+        expected = (class_of_model.num_hidden_layers, class_of_model.hidden_size, class_of_model.intermediate_size)
+        assert (arguments.num_layers, arguments.hidden_size, arguments.ffn_hidden_size) == expected
+    with pytest.raises(UnsupportedCheckpointError, match="model_type opt: its MLP has ReLU"):
+        family_of_config(text_config({"model_type": "llava", "text_config": {"model_type": "opt"}}) or {}, "here")
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])

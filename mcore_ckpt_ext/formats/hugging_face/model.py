@@ -19,7 +19,7 @@ from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import family_of_config
-from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.families.text_parts import class_of_text, text_config
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config, stored_names
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -74,7 +74,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
             where=str(folder),
             hint="leave the option out",
         )
-    neutral = neutral_keys(config, str(whole.get("model_type")), whole)
+    neutral = neutral_keys(config, class_of_text(whole, config), whole)
     arguments = family.arguments(config, neutral)
     arguments = arguments.replace(transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
     if mismatches := family.mismatches(arguments):
