@@ -47,7 +47,10 @@ class Choice:
 
     @property
     def keeps_global_batch(self) -> bool:
-        """True if the global batch is that of the job, as far as it is known, and the layout divides all its steps."""
+        """True if the global batch is that of the job, as far as it is known.
+
+        The layout has to divide every step of a ramp, too.
+        """
         is_same = batch_of(self.job)[1] in (self.global_batch, None)
         return is_same and ramp_divisor(self.job) % (self.micro_batch * self.layout.data) == 0
 

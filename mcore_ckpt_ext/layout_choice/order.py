@@ -61,17 +61,17 @@ def keeps_rows(choice: Choice) -> bool:
     return not rows.stored or rows(choice.layout.tensor) == rows.stored
 
 
-def continuity(choice: Choice, old: ParallelLayout, node: int) -> tuple[bool, bool, bool, int, int]:
+def continuity(choice: Choice, old: ParallelLayout, node: int) -> tuple[bool, bool, int, int, bool]:
     """Return by how much a layout departs from the form of a job that goes on.
 
     Groups of tensor and expert parallelism stay inside nodes. The old sizes, with any number of data-parallel ranks,
-    come before others; then what keeps the micro batch, changes the form of the job least, and idles least. With the
+    come before others; then what changes the form of the job least, idles least, and keeps the micro batch. With the
     old sizes idle time does not count.
     """
     layout = choice.layout
     keeps_sizes = layout.model_sizes() == old.model_sizes()
     idle = 0 if keeps_sizes else int(idle_fraction(choice) / IDLE_STEP)
-    return leaves_node(layout, old, node), not keeps_sizes, not choice.keeps_batch, changes_of(choice, old), idle
+    return leaves_node(layout, old, node), not keeps_sizes, changes_of(choice, old), idle, not choice.keeps_batch
 
 
 def pressure(needed: int, room: int | None) -> int:

@@ -284,7 +284,7 @@ def _kept(choice: Choice, different: Iterable[Difference]) -> tuple[bool, bool, 
 
 
 def _form(choice: Choice, old: ParallelLayout, request: SearchRequest) -> tuple[bool | float, ...]:
-    """Return how far a layout is from the form of a job that goes on, or from the guidance for one that begins."""
+    """Return how far a layout is from the old form, or from the guidance."""
     node = request.gpus_per_node
     return continuity(choice, old, node) if old.world > 1 else (not choice.keeps_batch, *guidance(choice, node))
 
