@@ -279,7 +279,7 @@ def _exceeds(candidate: FoundLayout, request: SearchRequest) -> bool:
 
 
 def _kept(choice: Choice, different: Iterable[Difference]) -> tuple[bool, bool, bool]:
-    """Return what of the training a layout changes: its global batch, its mathematics, the rows of its vocabulary."""
+    """Return whether a layout changes global batch, mathematics, or rows of the vocabulary."""
     return not choice.keeps_global_batch, not is_same_training(different), not keeps_rows(choice)
 
 
