@@ -98,6 +98,9 @@ def table_of(arguments: dict[str, Any], *, low_rank: int) -> ModelTable:
     job = JobArguments.of(arguments)
     parameters = []
     states = state_bytes(job)
+    # Muon keeps one momentum of a matrix outside the vocabulary, Adam two of everything else
+    # (`get_megatron_muon_optimizer`, megatron/core/optimizer/muon.py, core_v0.16.1).
+    saved = 4 if arguments["optimizer"] == "muon" else 0
     for whole, shape in shapes_of(arguments).items():
         for name, part in parts_of(whole, shape, 1, job).items():
             layer, _ = split_layer(name)
@@ -106,11 +109,12 @@ def table_of(arguments: dict[str, Any], *, low_rank: int) -> ModelTable:
                 place_after_layers(name, job)
             )  # fmt: skip
             tokens = in_vocabulary(name)
+            kept = states - (saved if len(part) == 2 and not tokens else 0)
             rows = (arguments["vocab_size"], *part[1:]) if tokens else part
             parameters.append(
                 Parameter(
                     name, rows, 2, place, whole_cut(name, part, job), parse(name).expert, tokens,
-                    0 if low_rank else states, 0, bool(job.use_distributed_optimizer), not low_rank,
+                    0 if low_rank else kept, 0, bool(job.use_distributed_optimizer), not low_rank,
                 )
             )  # fmt: skip
             if low_rank and len(part) == 2 and not tokens and "router" not in name:

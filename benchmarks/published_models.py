@@ -29,6 +29,7 @@ def arguments_of(row: Row) -> dict[str, Any]:
         "fp8_recipe": _recipe_of(precision),
         "fp8_param_gather": _gathers_fp8(precision, notes),
         "accumulate_allreduce_grads_in_fp32": not grows,
+        "optimizer": "muon" if optimizer.get("kind") == "muon" else "adam",
         "use_distributed_optimizer": bool(optimizer.get("distributed")),
         "use_precision_aware_optimizer": is_aware,
         "optimizer_cpu_offload": bool(optimizer.get("cpu_offload_fraction")),

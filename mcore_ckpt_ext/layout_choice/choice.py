@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_sizes import number_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit
 from mcore_ckpt_ext.versions import Version
+
+
+def batch_of(job: JobArguments) -> tuple[int, int | None]:
+    """Return the micro batch, 1 if unknown, and the global batch of a job, None if unknown."""
+    micro = job.raw.get("micro_batch_size")
+    return micro if isinstance(micro, int) and micro > 0 else 1, job.global_batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,20 @@ class Choice:
     def microbatches(self) -> int:
         """Micro batches that each pipeline processes in an iteration."""
         return self.global_batch // (self.micro_batch * self.layout.data)
+
+    @property
+    def keeps_global_batch(self) -> bool:
+        """True if the global batch is that of the job, as far as it is known.
+
+        The layout has to divide every step of a ramp, too.
+        """
+        is_same = batch_of(self.job)[1] in (self.global_batch, None)
+        return is_same and ramp_divisor(self.job) % (self.micro_batch * self.layout.data) == 0
+
+    @property
+    def keeps_batch(self) -> bool:
+        """True if both batch sizes are those of the job, as far as they are known."""
+        return self.keeps_global_batch and self.micro_batch == batch_of(self.job)[0]
 
     @property
     def microbatch_group(self) -> int:

@@ -10,30 +10,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import ceil, gcd, inf, log2, prod
+from math import gcd, inf, prod
 
 from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.errors import counted, format_bytes
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Sharding
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import Recomputation
-from mcore_ckpt_ext.layout_choice.order import IDLE_STEP, ROOM, distance, idle_fraction, leaves_node
+from mcore_ckpt_ext.layout_choice.order import IDLE_STEP, distance, idle_fraction, leaves_node, pressure
 from mcore_ckpt_ext.layout_choice.rules import RULES, violations
 from mcore_ckpt_ext.layout_choice.search import (
     FoundLayout,
     Search,
     SearchRequest,
-    batch_of,
+    first_of_search,
     search,
     with_batch,
 )
 from mcore_ckpt_ext.versions import Version
 
-# Of what a GPU needs under the old layout; more is only tried if the memory of a GPU is unknown and nothing needs less.
-_MOST_OF_USUAL = 1.25
 # Layouts of equal rank that are weighed: a choice among 16,384 GPUs take less than a second.
 _MOST_WEIGHED = 24
 _MOST_DATA_SIZES = 3
@@ -109,7 +107,8 @@ def choose(
         buffers: how the job stores gradients and optimizer.
 
     Returns:
-        The job's own layout if it fits the GPUs; otherwise the first by `elastic_key`.
+        The job's own layout if it fits the GPUs; otherwise the layout that `search` lists first for the number of GPUs
+        whose time `use_key` finds best used.
     """
     result = ElasticChoice()
     scales = _Scales(job, table, old, request, buffers)
@@ -119,18 +118,29 @@ def choose(
         if result.chosen is not None:
             return result
     usual = next((candidate.memory.total for candidate in scales.weighed(old).found), None)
-    limit = _limit(request, usual)
-    result.chosen = _first(scales, usual, limit, result)
-    if result.chosen is None and request.memory is None and limit is not None:
-        result.chosen = _first(scales, usual, None, result)
+    memory = max(request.memory, usual or 0) if request.memory is not None else usual
+    layouts = SearchRequest(
+        request.gpus, request.gpus_per_node, request.version, memory, is_least=request.memory is None,
+        recomputation=request.recomputation, pins={"context": old.context},
+    )  # fmt: skip
+    best = _most_used(scales, layouts, result)
+    if best is None and request.memory is None and memory is not None:
+        layouts = replace(layouts, memory=None)
+        best = _most_used(scales, layouts, result)
+    if best is not None:
+        gpus = best.choice.layout.world
+        first = first_of_search(job, table, old, replace(layouts, gpus=gpus), buffers)
+        is_kept = first is not None and first.memory.total <= (layouts.limit or inf)
+        result.chosen = first if first and is_kept and scales.refusal(first.choice.layout) is None else best
     return result
 
 
-def _first(scales: _Scales, usual: int | None, limit: int | None, result: ElasticChoice) -> FoundLayout | None:
-    """Return the first layout by `elastic_key` that needs no more than `limit` bytes of a GPU."""
+def _most_used(scales: _Scales, layouts: SearchRequest, result: ElasticChoice) -> FoundLayout | None:
+    """Return the first layout by `use_key` that is within the limit of memory."""
     job = scales.job
     old = scales.old
     request = scales.request
+    limit = layouts.limit
     best: list[FoundLayout] = []
     group: object = None
     for order, layout in _candidates(job, old, request):
@@ -143,23 +153,20 @@ def _first(scales: _Scales, usual: int | None, limit: int | None, result: Elasti
             continue
         group = order[:2]
         best += _accepted(scales.weighed(layout), limit, result)
-    return min(best, key=lambda candidate: elastic_key(candidate, old, request, usual), default=None)
+    return min(best, key=lambda candidate: use_key(candidate, old, layouts), default=None)
 
 
-def elastic_key(
-    one: FoundLayout, old: ParallelLayout, request: ElasticRequest, usual: int | None = None
-) -> tuple[object, ...]:
-    """Return a sort key of layouts for a job that goes on, best first.
+def use_key(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
+    """Return a sort key of layouts for different numbers of GPUs, best first.
 
     TP and EP within a node, or no larger than before; most of the GPUs' time used, by steps of 5 %; the global batch
     kept; the old model-parallel sizes with other data-parallel ranks; least memory pressure; the old form of stages;
-    least bubble; the nearest sizes. With the old sizes, the bubble counts as used: the job was meant to have it.
+    least idle. With the old sizes, the bubble counts as used: the job was meant to have it.
 
     Args:
         one: the layout.
         old: the layout of the job's own arguments.
-        request: the GPUs.
-        usual: bytes that a GPU needs under the old layout.
+        request: all GPUs.
     """
     layout = one.choice.layout
     keeps_sizes = layout.model_sizes() == old.model_sizes()
@@ -167,38 +174,17 @@ def elastic_key(
     return (
         leaves_node(layout, old, request.gpus_per_node),
         int(idle / IDLE_STEP),
-        changes_batch(one),
+        not one.choice.keeps_global_batch,
         not keeps_sizes,
-        _pressure(one.memory.total, request.memory, usual),
+        pressure(one.memory.total, request.room),
         one.changes,
         idle,
-        abs(log2(layout.tensor / old.tensor)) + abs(log2(layout.expert / old.expert)),
-        one.memory.total,
     )
 
 
 def idle_share(one: FoundLayout, gpus: int) -> float:
     """Return the unused share of all GPUs' time: by waiting, bubbles, and uneven stages."""
     return 1 - one.choice.layout.world / gpus * (1 - idle_fraction(one.choice))
-
-
-def changes_batch(one: FoundLayout) -> bool:
-    """Return whether a layout changes the global batch of the job."""
-    whole = batch_of(one.choice.job)[1]
-    return whole is not None and one.choice.global_batch != whole
-
-
-def _pressure(needed: int, memory: int | None, usual: int | None) -> int:
-    """Return by how many steps a layout needs more than what has room, or is usual."""
-    room = max(usual or 0, round((memory or 0) * (1 - ROOM)))
-    return ceil((needed / room - 1) / ROOM) if 0 < room < needed else 0
-
-
-def _limit(request: ElasticRequest, usual: int | None) -> int | None:
-    """Return the bytes that a GPU may need: an estimate is no reason to refuse what has run."""
-    if request.memory is not None:
-        return max(request.memory, usual or 0)
-    return None if usual is None else round(usual * _MOST_OF_USUAL)
 
 
 @dataclass
@@ -272,7 +258,7 @@ def _accepted(outcome: Search, limit: int | None, result: ElasticChoice) -> Iter
 def _candidates(
     job: JobArguments, old: ParallelLayout, request: ElasticRequest
 ) -> list[tuple[tuple[float, ...], ParallelLayout]]:
-    """Return layouts to try with their keys, roughly in the order of `elastic_key`."""
+    """Return layouts to try with their keys, roughly in the order of `use_key`."""
     layers = job.num_layers or 1
     node = request.gpus_per_node
     tensors = sorted({old.tensor, *(size for size in range(1, node + 1) if node % size == 0)})
@@ -317,7 +303,7 @@ def _with_experts(layout: ParallelLayout, old: ParallelLayout, job: JobArguments
 def _ranked(
     layout: ParallelLayout, job: JobArguments, old: ParallelLayout, request: ElasticRequest
 ) -> tuple[tuple[float, ...], ParallelLayout]:
-    """Return a layout with a key like `elastic_key`, without its stages and its memory."""
+    """Return a layout with a key like `use_key`, without its stages and its memory."""
     layers = job.num_layers or 1
     micro, whole = batch_of(job)
     share = (whole or micro * layout.data * layout.pipeline) // layout.data

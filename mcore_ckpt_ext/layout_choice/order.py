@@ -1,5 +1,8 @@
 """The order of layouts: what a job keeps, and what experts choose where there is nothing to keep.
 
+`plan` lists the layouts of one number of GPUs in this order, and an elastic job takes the first of them. Among numbers
+of GPUs it compares how much of the time of all GPUs is used (`elastic.use_key`), which a plan need not.
+
 Sources of the guidance: "Best Practices to achieve high performance on MoE training", guidelines 1 to 5
 (megatron/core/transformer/moe/README.md, development head of August 2026); "Parallel Mapping Strategies"
 (docs/performance-guide.md of Megatron-Bridge); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
@@ -9,7 +12,7 @@ Clusters Using Megatron-LM" (arXiv:2104.04473), takeaways 1 and 2.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log2
+from math import ceil, log2
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
@@ -19,6 +22,8 @@ from mcore_ckpt_ext.layout_choice.memory import bubble_fraction
 IDLE_STEP = 0.05
 # The share of memory that an estimate may be wrong by.
 ROOM = 0.1
+# Of what a GPU needs under the old layout: more comes last while the memory of a GPU is unknown.
+MOST_OF_USUAL = 1.25
 _LONG_SEQUENCE = 8192
 
 
@@ -45,9 +50,33 @@ def distance(layout: ParallelLayout, old: ParallelLayout) -> float:
 def leaves_node(layout: ParallelLayout, old: ParallelLayout, node: int) -> bool:
     """Return whether tensor- or expert-parallel groups leave a node that did not before."""
     experts = layout.expert * layout.expert_tensor
-    return (layout.tensor > old.tensor and node % layout.tensor != 0) or (
+    return (layout.tensor != old.tensor and node % layout.tensor != 0) or (
         layout.expert > 1 and experts > old.expert * old.expert_tensor and node % experts != 0
     )
+
+
+def keeps_rows(choice: Choice) -> bool:
+    """Return whether the vocabulary keeps its rows, padding included, as far as they are known."""
+    rows = choice.table.padded_rows
+    return not rows.stored or rows(choice.layout.tensor) == rows.stored
+
+
+def continuity(choice: Choice, old: ParallelLayout, node: int) -> tuple[bool, bool, int, int, bool]:
+    """Return by how much a layout departs from the form of a job that goes on.
+
+    Groups of tensor and expert parallelism stay inside nodes. The old sizes, with any number of data-parallel ranks,
+    come before others; then what changes the form of the job least, idles least, and keeps the micro batch. With the
+    old sizes idle time does not count.
+    """
+    layout = choice.layout
+    keeps_sizes = layout.model_sizes() == old.model_sizes()
+    idle = 0 if keeps_sizes else int(idle_fraction(choice) / IDLE_STEP)
+    return leaves_node(layout, old, node), not keeps_sizes, changes_of(choice, old), idle, not choice.keeps_batch
+
+
+def pressure(needed: int, room: int | None) -> int:
+    """Return by how many steps a layout needs more memory of a GPU than there is room for."""
+    return ceil((needed / room - 1) / ROOM) if room and room < needed else 0
 
 
 def idle_fraction(choice: Choice) -> float:

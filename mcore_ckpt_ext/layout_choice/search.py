@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import gcd
@@ -12,7 +12,7 @@ from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.continuity.mathematics import Difference, differences, is_same_training, sizes_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
 from mcore_ckpt_ext.layout_choice.combinations import Combinations
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction, memory_of
@@ -20,12 +20,15 @@ from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
 from mcore_ckpt_ext.layout_choice.options import Recomputation
 from mcore_ckpt_ext.layout_choice.order import (
     IDLE_STEP,
+    MOST_OF_USUAL,
     ROOM,
     changes_of,
+    continuity,
     distance,
     guidance,
     idle_fraction,
-    leaves_node,
+    keeps_rows,
+    pressure,
 )
 from mcore_ckpt_ext.layout_choice.rules import (
     BATCH_RULES,
@@ -59,6 +62,16 @@ class SearchRequest:
     is_least: bool = False
     recomputation: Recomputation = Recomputation.SELECTIVE
     pins: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of a GPU; layouts that need more come after all others."""
+        return round(self.memory * MOST_OF_USUAL) if self.memory is not None and self.is_least else self.memory
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that are free of the error of the estimate."""
+        return self.memory if self.memory is None or self.is_least else round(self.memory * (1 - ROOM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +146,32 @@ def search(
         request: the hardware and the options.
         buffers: how the job stores gradients and optimizer.
     """
-    result = _Evaluation(job, table, old, request, buffers).search()
+    evaluation = _Evaluation(job, table, old, request, buffers)
+    result = evaluation.result
+    result.found = [evaluation.weighed(*accepted) for accepted in evaluation.accepted()]
     result.found.sort(key=lambda layout: _rank(layout, old, request))
     return result
+
+
+def first_of_search(
+    job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
+) -> FoundLayout | None:
+    """Return the first layout of `search`, without weighing all others; None if there is none.
+
+    Layouts are weighed in the order of what does not depend on memory, until one of them is within the limit.
+    """
+    evaluation = _Evaluation(job, table, old, request, buffers)
+    groups: dict[tuple[object, ...], list[tuple[Choice, StageSplit]]] = {}
+    for choice, split in evaluation.accepted():
+        key = (*_kept(choice, _differences(choice, old)), *_form(choice, old, request))
+        groups.setdefault(key, []).append((choice, split))
+    found: list[FoundLayout] = []
+    for _, group in sorted(groups.items()):
+        weighed = [evaluation.weighed(*accepted) for accepted in group]
+        found += weighed
+        if any(not _exceeds(layout, request) for layout in weighed):
+            break
+    return min(found, key=lambda layout: _rank(layout, old, request), default=None)
 
 
 class _Evaluation:
@@ -152,26 +188,25 @@ class _Evaluation:
         self._estimate = ActivationEstimate(job, request.recomputation)
         self._split = cache(self._first_split)
         self._holdings = cache(self._held_by_stages)
-        self._result = Search()
+        self.result = Search()
 
-    def search(self) -> Search:
-        """Return all layouts, in the order of their sizes, and what excludes the others."""
+    def accepted(self) -> Iterator[tuple[Choice, StageSplit]]:
+        """Yield all layouts in the order of their sizes; the result learns what excludes the others."""
         sizes = Combinations(self._job, self._old, self._request.gpus, self._request.pins)
         for dense in sizes.dense_layouts():
             if self._is_excluded(self._choice(dense), DENSE_RULES):
                 continue
             for layout in sizes.expert_layouts(dense):
                 if not self._is_excluded(self._choice(layout), EXPERT_RULES):
-                    self._evaluate_stages(sizes.stage_layouts(layout))
-        return self._result
+                    yield from self._accepted_stages(sizes.stage_layouts(layout))
 
-    def _evaluate_stages(self, layouts: Iterable[ParallelLayout]) -> None:
-        """Weigh layouts that differ in their virtual stages."""
+    def _accepted_stages(self, layouts: Iterable[ParallelLayout]) -> Iterator[tuple[Choice, StageSplit]]:
+        """Yield layouts that differ in their virtual stages."""
         for layout in layouts:
             split = self._split(layout.pipeline, layout.virtual_pipeline)
             choice = with_batch(self._choice(layout, split))
             if not self._is_excluded(choice, STAGE_RULES) and split is not None:
-                self._result.found.append(self._weighed(choice, split))
+                yield choice, split
 
     def _choice(self, layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
         return Choice(self._job, self._table, layout, split, 1, 1, self._request.version)
@@ -180,7 +215,7 @@ class _Evaluation:
         broken = next(violations(choice, rules), None)
         if broken is not None:
             rule, reason = broken
-            self._result.exclude(rule, distance(choice.layout, self._old), choice.layout, reason)
+            self.result.exclude(rule, distance(choice.layout, self._old), choice.layout, reason)
         return broken is not None
 
     def _first_split(self, pipeline: int, virtual: int) -> StageSplit | None:
@@ -202,7 +237,8 @@ class _Evaluation:
             self._table, split.ranges(), layout, held, buffers.layer_wise, high_bandwidth=buffers.high_bandwidth
         )
 
-    def _weighed(self, choice: Choice, split: StageSplit) -> FoundLayout:
+    def weighed(self, choice: Choice, split: StageSplit) -> FoundLayout:
+        """Estimate the memory of a layout."""
         held = self._stages(split, choice.layout)
         # Most stages have equal totals.
         stages = dict.fromkeys(zip(held, self._estimate.stages(choice), strict=True))
@@ -213,7 +249,7 @@ class _Evaluation:
             memory,
             _fits(memory, self._request),
             bubble_fraction(choice),
-            batch_of(choice.job) in ((choice.micro_batch, choice.global_batch), (choice.micro_batch, None)),
+            choice.keeps_batch,
             changes_of(choice, self._old),
             held,
             _differences(choice, self._old),
@@ -238,31 +274,42 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
     return None if request.memory is None or request.is_least else False
 
 
+def _exceeds(candidate: FoundLayout, request: SearchRequest) -> bool:
+    return request.limit is not None and candidate.memory.total > request.limit
+
+
+def _kept(choice: Choice, different: Iterable[Difference]) -> tuple[bool, bool, bool]:
+    """Return whether a layout changes global batch, mathematics, or rows of the vocabulary."""
+    return not choice.keeps_global_batch, not is_same_training(different), not keeps_rows(choice)
+
+
+def _form(choice: Choice, old: ParallelLayout, request: SearchRequest) -> tuple[bool | float, ...]:
+    """Return how far a layout is from the old form, or from the guidance."""
+    node = request.gpus_per_node
+    return continuity(choice, old, node) if old.world > 1 else (not choice.keeps_batch, *guidance(choice, node))
+
+
 def _rank(candidate: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
     """Return a sort key, best first.
 
-    What fits, keeps the batch and the mathematics comes first. A job that ran on several GPUs goes on in its form, its
-    groups stay inside nodes, it idles least, and the nearest sizes follow. A job without a layout follows the guidance
-    of `order.py`; then memory has room for the error of the estimate, a pipeline idles least, stages need no flags, as
-    many GPUs of a node as possible share the experts, and there are no more virtual stages than that takes, which send
-    more between stages ("Performance tips in PP and VPP sizing", Megatron-Bridge's docs/performance-guide.md).
+    What is within the limit of memory, keeps the global batch, the mathematics and the rows of the vocabulary comes
+    first. A job that ran on several GPUs goes on in its form (`continuity`), then memory has room, and the nearest
+    sizes follow. A job without a layout follows the guidance of `order.py`; then memory has room for the error of the
+    estimate, a pipeline idles least, stages need no flags, as many GPUs of a node as possible share the experts, and
+    there are no more virtual stages than that takes, which send more between stages ("Performance tips in PP and VPP
+    sizing", Megatron-Bridge's docs/performance-guide.md).
     """
-    choice, layout, node = candidate.choice, candidate.choice.layout, request.gpus_per_node
-    acceptable = (
-        not candidate.fits,
-        candidate.fits is False,
-        not candidate.keeps_batch,
-        not candidate.keeps_mathematics,
-    )
+    choice, layout = candidate.choice, candidate.choice.layout
+    needed = candidate.memory.total
+    steps = pressure(needed, request.room)
     if old.world > 1:
-        idle = int(candidate.bubble / IDLE_STEP)
-        order: tuple[object, ...] = (candidate.changes, leaves_node(layout, old, node), idle, distance(layout, old))
+        order: tuple[object, ...] = (steps, distance(layout, old))
     else:
-        is_crowded = request.memory is not None and candidate.memory.total > request.memory * (1 - ROOM)
         idle = int(idle_fraction(choice) / IDLE_STEP)
-        shared_experts = min(layout.expert, node)
-        order = (*guidance(choice, node), is_crowded, idle, candidate.changes, -shared_experts, layout.virtual_pipeline)
-    return (*acceptable, *order, candidate.memory.total)
+        shared_experts = min(layout.expert, request.gpus_per_node)
+        order = (steps > 0, idle, candidate.changes, -shared_experts, layout.virtual_pipeline)
+    kept = _kept(choice, candidate.differences)
+    return (_exceeds(candidate, request), *kept, *_form(choice, old, request), *order, needed)
 
 
 def join_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, list[int]]]:
@@ -277,12 +324,6 @@ def join_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout,
         if candidate is not first and (candidate.fits, candidate.keeps_batch) == (first.fits, first.keeps_batch):
             others.append(layout.virtual_pipeline)
     return list(rows.values())
-
-
-def batch_of(job: JobArguments) -> tuple[int, int | None]:
-    """Return the micro batch, 1 if unknown, and the global batch of a job, None if unknown."""
-    micro = job.raw.get("micro_batch_size")
-    return micro if isinstance(micro, int) and micro > 0 else 1, job.global_batch_size
 
 
 def with_batch(choice: Choice) -> Choice:

@@ -18,10 +18,11 @@ from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
-from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, changes_batch, choose
+from mcore_ckpt_ext.layout_choice.choice import batch_of
+from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, choose
 from mcore_ckpt_ext.layout_choice.memory import Memory
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, ModelTable
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
+from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
@@ -267,7 +268,7 @@ def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -
         values["num_virtual_stages_per_pipeline_rank"] = layout.virtual_pipeline
     if choice.has_sequence_parallelism:
         values["sequence_parallel"] = True
-    if changes_batch(candidate) and not job.raw.get("use_checkpoint_opt_param_scheduler"):
+    if not choice.keeps_global_batch and not job.raw.get("use_checkpoint_opt_param_scheduler"):
         values["override_opt_param_scheduler"] = True
     if not choice.table.padded_rows.stored and layout.tensor != old.tensor:
         values["make_vocab_size_divisible_by"] = _divisor(job, old, layout)

@@ -10,7 +10,8 @@ from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
+from mcore_ckpt_ext.layout_choice.choice import batch_of
+from mcore_ckpt_ext.layout_choice.search import FoundLayout
 
 
 def arguments_of(one: FoundLayout) -> dict[str, Any]:

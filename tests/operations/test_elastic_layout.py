@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_ckpt_ext import choose_layout
+from mcore_ckpt_ext import choose_layout, plan
 from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from tests.harness.checkpoints import fixture_named
@@ -37,3 +37,18 @@ def test_the_rows_of_the_vocabulary_are_kept() -> None:
     for gpus in range(1, 9):
         chosen = choose_layout(run, gpus)
         assert not [note for note in chosen.notes if "padded" in note]
+
+
+JOBS = ("p01", "p02", "p03", "p07", "p08", "p09", "p12", "p21", "p22", "p41", "p43", "p46", "p48")
+
+
+@pytest.mark.parametrize(("node", "memory"), [(2, None), (8, 80 << 30)])
+@pytest.mark.parametrize("name", JOBS)
+def test_the_choice_is_the_first_line_of_the_plan(name: str, node: int, memory: int | None) -> None:
+    """For the GPUs that train, with its flags: as many as before, fewer, and more."""
+    run = fixture_named(name).run
+    for gpus in (3, 4, 6, 8, 12):
+        chosen = choose_layout(run, gpus, gpus_per_node=node, gpu_memory=memory)
+        first = plan(run, chosen.gpus, gpus_per_node=node, gpu_memory=memory, most=1).layouts[0]
+        assert (chosen.sizes, chosen.flags) == (first.sizes, first.flags), gpus
+        assert chosen.global_batch_size == first.global_batch_size
