@@ -122,6 +122,19 @@ class DataOrder:
         return "; ".join(dict.fromkeys(change.hint for change in self.changes if change.hint))
 
 
+OF_ANOTHER_LOOP = DataOrder(
+    verdict=UNKNOWN,
+    sample=None,
+    changes=(OrderChange("the data loader", "the training loop has one of its own", verdict=UNKNOWN),),
+)
+"""The account of a loop on Megatron Core, whose loads do not pass its data loader.
+
+Megatron-Bridge 0.6.2 and ms-swift 4.6.0 have samplers of their own, which count from the samples that were consumed
+(megatron/bridge/data/samplers.py, swift/megatron/trainers/batch_sampler.py). What else determines their order is in
+their configurations, which no rule here covers.
+"""
+
+
 def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
     """Return whether a job reads on in the order of the job that saved the checkpoint.
 

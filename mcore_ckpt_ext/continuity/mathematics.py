@@ -123,6 +123,7 @@ DEPENDENCIES = (
         BY_DESIGN,
         "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
         _has_masks,
+        "9.6e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
     ),
     Dependency(
         "--eod-mask-loss, --sft or own data without --calculate-per-token-loss",
@@ -131,6 +132,7 @@ DEPENDENCIES = (
         DEFECT,
         "pretrain_gpt.py, `loss_func`, and megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
         _has_masks,
+        "5e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
         releases=AVERAGES_BY_CONTEXT_RANK.is_of,
     ),
     Dependency(
@@ -176,6 +178,7 @@ DEPENDENCIES = (
         BY_DESIGN,
         f"{_ROUTER}, `sinkhorn_load_balancing`",
         lambda job: _routes_by(job, "sinkhorn"),
+        "1.5e-3 of the loss or the gradient norm",
     ),
     Dependency(
         "--muon-tp-mode blockwise",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, gather, is_first_rank, rank_and_size
+from mcore_ckpt_ext.continuity.data_order import OF_ANOTHER_LOOP
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, format_ranks
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step
@@ -50,6 +51,7 @@ from mcore_ckpt_ext.megatron.load_session import LoadSession, session_at
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.presentation import lacks_common_file
 from mcore_ckpt_ext.megatron.random_states import lacks_requested_states, with_live_random_states
+from mcore_ckpt_ext.megatron.required_order import check_required_order
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.stored_layers import request_stored_layers
 from mcore_ckpt_ext.megatron.unchecked_loads import UncheckedLoads
@@ -126,7 +128,7 @@ def wrap_load_state_dict(original: Function) -> Function:
             result = original(self, state_dict)
             PROCESS.one(UncheckedLoads).check(self)
             return result
-        announce(str(state_dict.prepared.prove().fill()))
+        announce(f"{state_dict.prepared.prove().fill()}; {OF_ANOTHER_LOOP.sentence}")
         return None
 
     return load_state_dict
@@ -189,7 +191,8 @@ def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
         The plan, or None if Megatron loads the optimizer.
 
     Raises:
-        ResumeRefusedError: on every rank, if this package cannot fill the optimizer either.
+        ResumeRefusedError: on every rank, if this package cannot fill the optimizer either, or if the user requires
+            the order of the data.
     """
     optimizer = request.optimizer
     fits = all(agreed("looking at the checkpoint", lambda: _fits(session, request)))
@@ -198,6 +201,7 @@ def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
         """Return rank 0's decision, and True if a load by Megatron has to be checked afterwards."""
         if not is_first_rank() or not serves(optimizer):
             return None
+        check_required_order(OF_ANOTHER_LOOP, None, session.folder)
         return _decided(session, optimizer, fits), not session.checkpoint.names(WEIGHT)
 
     rank0_decision = agreed("looking at the checkpoint", inspect_here)[0]

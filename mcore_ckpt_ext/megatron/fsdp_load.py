@@ -34,7 +34,9 @@ def is_of_fsdp(arguments: Any) -> bool:
     return arguments.ckpt_format == FSDP_DTENSOR and bool(getattr(arguments, "use_megatron_fsdp", False))
 
 
-def load_into_fsdp(scope: Scope, session: LoadSession, directory: str | None, stock: Callable[[], Any]) -> Any:
+def load_into_fsdp(
+    scope: Scope, session: LoadSession, directory: str | None, stock: Callable[[], Any]
+) -> tuple[Any, str]:
     """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
 
     Args:
@@ -42,6 +44,9 @@ def load_into_fsdp(scope: Scope, session: LoadSession, directory: str | None, st
         session: the load.
         directory: the run folder.
         stock: calls the original with all its arguments.
+
+    Returns:
+        The result of the original, and a summary; empty if stock Megatron has loaded.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
@@ -57,11 +62,11 @@ def load_into_fsdp(scope: Scope, session: LoadSession, directory: str | None, st
 
     looked = agreed("looking at the checkpoint", inspect_here)[0]
     if looked is None:
-        return stock()
+        return stock(), ""
     folder, decision = looked
     explain(decision, folder)
     if decision.is_stock:
-        return stock()
+        return stock(), ""
     here = session.for_folder(folder)
     return agreed_here("opening the checkpoint", lambda: MegatronFsdpAdapter(here, arguments)).load(
         scope, arguments, stock
@@ -96,7 +101,7 @@ def load_into_torch_fsdp(
     chunks: Chunks,
     optimizer: Any,
     stock: Callable[[], Any],
-) -> Any:
+) -> tuple[Any, str]:
     """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
 
     Args:
@@ -107,13 +112,16 @@ def load_into_torch_fsdp(
         optimizer: the live optimizer.
         stock: calls the original with all its arguments.
 
+    Returns:
+        The result of the original, and a summary; empty if stock Megatron has loaded.
+
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
     """
     arguments = scope["get_args"]()
     folder = agreed("looking at the checkpoint", lambda: folder_named(directory, arguments))[0]
     if folder is None or optimizer is None:
-        return stock()
+        return stock(), ""
     explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
     here = session.for_folder(folder)
     adapter = agreed_here("opening the checkpoint", lambda: TorchFsdpAdapter(here, arguments, chunks, optimizer))

@@ -48,9 +48,7 @@ from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RES
 from mcore_ckpt_ext.megatron.load_session import LoadSession, running_load
 from mcore_ckpt_ext.megatron.megatron_rank import MegatronRank
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initialization, kept_message
-from mcore_ckpt_ext.megatron.probe import (
-    resuming_from_complete,
-)
+from mcore_ckpt_ext.megatron.probe import resuming_from_complete
 from mcore_ckpt_ext.megatron.random_seed import seed_again
 from mcore_ckpt_ext.megatron.random_states import may_differ
 from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
@@ -121,6 +119,7 @@ class _Load:
         without_optimizer = functools.partial(self._original, None, None, *positional, **keywords)
         self._rank = MegatronRank(scope, self._given, self._chunks, optimizer, without_optimizer)
         self._read_lines: list[str] = []
+        self._summary = self._unrestored = ""
         self._summarized = False
 
     def run(self) -> Any:
@@ -145,22 +144,22 @@ class _Load:
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
             proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), weaker)
         self._account_data()
-        seeded = "" if self._summarized else self._seed_again(result)
-        if self._read_lines:
-            announce(f"{LOAD.flag}: {self._read_lines[-1]}{f'; {PROVEN}' if proven else ''}{seeded}")
-        elif seeded:
-            announce(seeded.removeprefix("; "))
+        if not self._summarized:
+            random_states = self._seed_again(result) or self._unrestored or (_ANEW if self._summary else "")
+            read = [f"{LOAD.flag}: {self._read_lines[-1]}", PROVEN if proven else ""] if self._read_lines else []
+            if line := "; ".join(filter(None, [*read, self._summary, random_states])):
+                announce(line, each_time=bool(random_states))
         return result
 
     def _seed_again(self, result: Any) -> str:
         """Seed random states that the checkpoint lacks.
 
         Returns:
-            What the summary says of it, after a semicolon; empty if nothing was seeded.
+            What the summary says of it; empty if nothing was seeded.
         """
         if not self._load.changes_grid or not seed_again(self._arguments, iteration := result[0]):
             return ""
-        return f"; {_ANEW} from --seed and iteration {iteration}"
+        return f"{_ANEW} from --seed and iteration {iteration}"
 
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
@@ -170,7 +169,7 @@ class _Load:
         new = sizes_of_job(running)
         if not written.is_complete or old == new:
             return ""
-        return f"; {sentence_of(differences(running, old, new, megatron_version()))}"
+        return sentence_of(differences(running, old, new, megatron_version()))
 
     def _account_data(self) -> None:
         """Let the data go on in its order, and log where it does not, unless the summary has."""
@@ -193,10 +192,13 @@ class _Load:
         directory = self._load.directory
         perform(CHECKING[1:], self._load, self._rank)
         if is_of_fsdp(arguments):
-            return load_into_fsdp(scope, self._load.session, directory, self._by_stock), None
+            result, self._summary = load_into_fsdp(scope, self._load.session, directory, self._by_stock)
+            return result, None
         if is_of_torch_fsdp(arguments):
             session = self._load.session
-            return load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._by_stock), None
+            loaded = load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._by_stock)
+            result, self._summary = loaded
+            return result, None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
             if (assessment := self._decide()) is not None:
@@ -260,7 +262,7 @@ class _Load:
             return
         with overridden(vars(self._arguments), no_load_rng=True):
             yield
-        announce(f"{_ANEW}: the checkpoint lacks some random states that this job requests")
+        self._unrestored = f"{_ANEW}: the checkpoint lacks some random states that this job requests"
 
     def _weights_alone(self) -> Any:
         """Load without the optimizer."""
@@ -275,7 +277,9 @@ class _Load:
 
         lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
         with self._without_random_states(lacking):
-            return load_weights_alone(self._scope, load.session, load.directory, self._chunks, self._by_stock)
+            loaded = load_weights_alone(self._scope, load.session, load.directory, self._chunks, self._by_stock)
+        result, self._summary = loaded
+        return result
 
     def _resume(self) -> tuple[Any, Proof]:
         """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""
@@ -284,12 +288,13 @@ class _Load:
         perform(RESUMING, load, rank)
         if self._load.scheduler is not None:
             self._load_schedule(load.schedule, follows_samples=load.options.own_bounds)
-        grown = f"; {kept_message(load.tokens)}, with moments of zero" if load.tokens else ""
-        seeded = self._seed_again(rank.result)
-        fresh = seeded or (f"; {_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else "")
-        data = f"; {load.data.sentence}" if load.data is not None else ""
+        grown = f"{kept_message(load.tokens)}, with moments of zero" if load.tokens else ""
+        as_stock = f"{_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else ""
+        random_states = self._seed_again(rank.result) or as_stock
+        data = load.data.sentence if load.data is not None else ""
         self._summarized = True
-        announce(f"{rank.summary}{grown}{fresh}{data}{self._mathematics()}")
+        parts = [str(rank.summary), grown, random_states, data, self._mathematics()]
+        announce("; ".join(filter(None, parts)), each_time=True)
         return rank.result, rank.proof(load.checkpoint)
 
     def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order, followed_history
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.megatron.energon_states import SavedStates, with_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
@@ -20,10 +20,11 @@ from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens, refusal, zeros_message
 from mcore_ckpt_ext.megatron.probe import LoadProbe, check_complete, probe_checkpoint
 from mcore_ckpt_ext.megatron.random_seed import has_other_grid
+from mcore_ckpt_ext.megatron.required_order import check_required_order
 from mcore_ckpt_ext.megatron.shared_index import shared_with
 from mcore_ckpt_ext.megatron.stored_progress import check_progress
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.settings import DATA_ORDER, FALLBACK, FAST, LOAD, REQUIRED
+from mcore_ckpt_ext.settings import FALLBACK, FAST, LOAD
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 
 
@@ -132,14 +133,7 @@ def _account_data(load: MegatronLoad) -> _Account | None:
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
     order, states = with_states(data_order(written, load.running), written, load.running, session.folder.name)
-    if not order.goes_on and DATA_ORDER.chosen(load.arguments) == REQUIRED:
-        raise ModelMismatchError(
-            "the data does not go on in the same order, or that is unknown",
-            found=order.sentence,
-            expected=f"the same order, as {DATA_ORDER.flag} {REQUIRED} demands",
-            where=str(session.folder),
-            hint=order.hint or None,
-        )
+    check_required_order(order, load.arguments, session.folder)
     return order, states, followed_history(written, load.running), has_other_grid(written, load.running)
 
 

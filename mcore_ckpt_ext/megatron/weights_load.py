@@ -12,13 +12,12 @@ from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.presentation import changes_of, folder_to_present
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
-from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope
 
 
 def load_weights_alone(
     scope: Scope, session: LoadSession, directory: str | None, chunks: Chunks, stock: Callable[[], Any]
-) -> Any:
+) -> tuple[Any, str]:
     """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
 
     Args:
@@ -27,6 +26,9 @@ def load_weights_alone(
         directory: the run folder.
         chunks: the unwrapped model chunks.
         stock: calls the original with all its arguments.
+
+    Returns:
+        The result of the original, and a summary if random states of the checkpoint were not restored; else empty.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
@@ -42,11 +44,10 @@ def load_weights_alone(
 
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
-        return stock()
+        return stock(), ""
     session = sessions[-1].for_folder(folder)
     with presented(scope, session, chunks):
         result = stock()
     checkpoint = session.checkpoint
     form = "legacy" if checkpoint.format_reader.loading.by_rank else checkpoint.format
-    announce(f"weights of the {form} checkpoint {folder} divided for the running layout; random state is reinitialized")
-    return result
+    return result, f"weights of the {form} checkpoint {folder} divided for the running layout"

@@ -54,13 +54,19 @@ def is_logging_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def announce(line: str, *, every_rank: bool = False) -> None:
-    """Log a line for the user, once in a process: on rank 0 only, unless the line belongs to one rank."""
+def announce(line: str, *, every_rank: bool = False, each_time: bool = False) -> None:
+    """Log a line for the user, once in a process and on rank 0 only.
+
+    Args:
+        line: the line; line breaks become spaces.
+        every_rank: the line belongs to this rank, whichever it is.
+        each_time: the line reports an event, and is logged each time that it happens.
+    """
     from mcore_ckpt_ext.errors import escape
 
     text = escape(" ".join(line.split()))
     logged = PROCESS.one(LoggedLines)
-    if (every_rank or is_logging_rank()) and text not in logged:
+    if (every_rank or is_logging_rank()) and (each_time or text not in logged):
         logged.add(text)
         own_logger().info("%s", text)
 

@@ -100,7 +100,8 @@ def test_experts_go_there_and_back(in_turn: Results) -> None:
     job, back = in_turn.job("there"), in_turn.job("back")
     assert_lives(job, "p09", "p09")
     (line,) = job.said_of_loads
-    assert [line for line in job.said if SEEDED in line] == [job.said[-1]]
+    assert line.endswith(f" s; {SEEDED}")
+    assert "random state" not in line.removesuffix(SEEDED)
     assert "resumed from TP1 x PP2 x EP2 x DP4 by Megatron-FSDP: torch_dist, dp_reshardable" in line
     assert verify(job.run).sound
     assert differing(fixture_named("p09").truth, assemble(back.at_load)) == []
@@ -120,7 +121,10 @@ def test_one_line_says_what_was_resumed(resumed: Job) -> None:
         f"{form}, 0.7 MB read, 57,856 masters verified equal to their weights"
         for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")
     ]
-    assert len([line for line in resumed.said if SEEDED in line]) == 1
+    about_random_states = [line for line in resumed.said if "random state" in line]
+    assert [line.count("random state") for line in about_random_states] == [1] * 4, "said once by each load that seeds"
+    assert all(line.endswith(SEEDED) for line in about_random_states)
+    assert set(resumed.said_of_loads) < set(about_random_states)
 
 
 @pytest.mark.parametrize("name", ["p32", "p51", "torch_dist"])
@@ -139,7 +143,8 @@ def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
         "torch_dcp, no_distributed_optimizer",
         "torch_dist, no_distributed_optimizer",
     ]
-    assert len([line for line in job.said if SEEDED in line]) == 1
+    assert [line.endswith(SEEDED) for line in job.said_of_loads] == [True, True, False, False]
+    assert [line for line in job.said if "random state" in line] == job.said_of_loads
     assert verify(job.run).sound
 
 

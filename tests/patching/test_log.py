@@ -41,6 +41,13 @@ def test_to_stderr_once_and_in_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr() == ("", "[mcore_ckpt_ext] two lines\n")
 
 
+def test_an_event_is_logged_each_time_that_it_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        announce("it happens", each_time=True)
+    announce("it happens")
+    assert capsys.readouterr() == ("", "[mcore_ckpt_ext] it happens\n" * 2)
+
+
 def test_the_level_of_the_root_logger_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
     """As `--logging-level 40` of Megatron sets it."""
     root = logging.getLogger()

@@ -38,7 +38,6 @@ from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.operations.block_reader import BlockReader
-from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
@@ -102,15 +101,18 @@ class DcpStorageAdapter(ABC):
     def complete(self, state_dict: Mapping[str, Any]) -> None:
         """Insert values into a job's state dict that it needs and does not request."""
 
-    def load(self, scope: Scope, arguments: Any, stock: Callable[[], Any]) -> Any:
-        """Load the checkpoint by stock Megatron's function."""
+    def load(self, scope: Scope, arguments: Any, stock: Callable[[], Any]) -> tuple[Any, str]:
+        """Load the checkpoint by stock Megatron's function, without random states.
+
+        Returns:
+            The result of that function, and a summary.
+        """
         started = time.monotonic()
         # From a release, stock Megatron only loads the weights.
         without = arguments.no_load_optim or self._folder.name == "release"
         with self._open(scope), overridden(vars(arguments), no_load_rng=True, no_load_optim=without):
             result = stock()
-        announce(f"{self._summary()}, {time.monotonic() - started:.1f} s; random state is reinitialized")
-        return result
+        return result, f"{self._summary()}, {time.monotonic() - started:.1f} s"
 
     @contextmanager
     def _open(self, scope: Scope) -> Iterator[None]:

@@ -81,7 +81,7 @@ def test_pipeline_stages_are_refused() -> None:
 
 def test_its_own_format_is_left_to_stock() -> None:
     arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None)
-    assert load_into_fsdp({"get_args": lambda: arguments}, *loading("p50"), lambda: "stock") == "stock"
+    assert load_into_fsdp({"get_args": lambda: arguments}, *loading("p50"), lambda: "stock") == ("stock", "")
 
 
 @pytest.mark.parametrize(

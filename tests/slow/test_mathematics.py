@@ -1,0 +1,98 @@
+"""Test more rows of the table of what training computes otherwise under another layout, by genuine jobs in fp32.
+
+`tests/jobs/test_same_training.py` has the first. With `-s`, the differences are printed. TEST_FEATURES names features,
+for a part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from same_training import FEATURES, largest_difference
+
+from tests.harness.checkouts import only_for
+from tests.harness.jobs import RANK_SCRIPTS, SAVED
+from tests.harness.layouts import CONTEXT, SEQUENCE, Layout, expert_sizes
+from tests.harness.turns import Results, Turn, run_in_turn
+
+_ROUNDING = 1e-6
+_DP4 = Layout(1, 1, 4)
+_TP2 = Layout(2, 1, 4, more=SEQUENCE)
+LAYOUTS = {
+    "same": (_DP4, 1),
+    "micro batch 2": (_DP4, 2),
+    "TP 2": (_TP2, 1),
+    "CP 2": (Layout(1, 1, 4, more=(CONTEXT, "2")), 1),
+    "TP 2, EP 2, ETP 1": (Layout(2, 1, 4, more=(*SEQUENCE, *expert_sizes(2, 1))), 1),
+}
+"""Layouts, and the samples of a micro batch."""
+CASES = {
+    ("GPT, masked losses", "micro batch 2"): False,
+    ("GPT, masked losses", "CP 2"): False,
+    ("GPT, masked losses, per token", "micro batch 2"): True,
+    ("GPT, masked losses, per token", "CP 2"): True,
+    ("experts, sinkhorn", "micro batch 2"): False,
+    ("experts, sinkhorn", "TP 2"): False,
+    ("experts, capacity factor 0.5", "micro batch 2"): False,
+    ("experts, seq_aux_loss", "TP 2, EP 2, ETP 1"): True,
+    ("Muon, blockwise", "TP 2"): False,
+}
+"""Features under a layout, and whether they then compute the same."""
+if "TEST_FEATURES" in os.environ:
+    CASES = {case: is_same for case, is_same in CASES.items() if case[0] in os.environ["TEST_FEATURES"].split(";")}
+OF_0_16 = {("experts, aux_loss, per token", "TP 2"): False}
+"""The same, of a defect of core_v0.12.0 to 0.18.2."""
+
+
+def _train(folder: Path, cases: Mapping[tuple[str, str], bool], *, of_checkout: bool = False) -> Results:
+    """Train each feature for four iterations, then resume it for two under its own layout and under others."""
+
+    def turn(feature: str, name: str, load: str = "") -> Turn:
+        layout, micro = LAYOUTS[name]
+        words = FEATURES[feature].split()
+        optimizer = () if "--optimizer" in words else ("--use-distributed-optimizer",)
+        return Turn(
+            folder / f"{feature}; {name if load else 'saved'}", layout, saves=not load,
+            load=folder / load / "checkpoints" if load else None, until=SAVED + 2 if load else SAVED, precision=(),
+            optimizer=optimizer, more=[*words, "--micro-batch-size", str(micro)],
+        )  # fmt: skip
+
+    turns = []
+    for feature in dict.fromkeys(feature for feature, _ in cases):
+        names = ["same", *(name for other, name in cases if other == feature)]
+        turns += [turn(feature, "same"), *(turn(feature, name, f"{feature}; saved") for name in names)]
+    plugins = [] if of_checkout else [RANK_SCRIPTS / "context_parallel.py", RANK_SCRIPTS / "uneven_masks.py"]
+    return run_in_turn(folder, turns, plugins, of_checkout=of_checkout)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return _train(tmp_path_factory.mktemp("mathematics"), CASES)
+
+
+def _losses(folder: Path) -> dict[str, dict[str, float]]:
+    record: dict[str, dict[str, float]] = json.loads((folder / "losses.json").read_text())
+    return record
+
+
+def _difference(results: Results, feature: str, name: str) -> float:
+    same, other = (_losses(results.job(f"{feature}; {layout}").folder) for layout in ("same", name))
+    difference = largest_difference(same, other)
+    print(f"{feature}; {name}: {difference:.1e}")
+    return difference
+
+
+@pytest.mark.parametrize(("feature", "name"), CASES)
+def test_the_computation_differs_where_the_table_says_so(results: Results, feature: str, name: str) -> None:
+    assert (_difference(results, feature, name) < _ROUNDING) is CASES[feature, name]
+
+
+@only_for("0.16")
+def test_balancing_losses_per_token_are_scaled_by_the_ranks_in_earlier_releases(tmp_path: Path) -> None:
+    results = _train(tmp_path, OF_0_16, of_checkout=True)
+    for (feature, name), is_same in OF_0_16.items():
+        assert (_difference(results, feature, name) < _ROUNDING) is is_same
