@@ -141,7 +141,8 @@ def _hybrid(config: Any, pattern: str, virtual: int | None, common: dict[str, An
 
 def _named(model: Any) -> list[tuple[str, list[int]]]:
     # A save passes this metadata (`_build_sharded_state_dict_metadata`); multi-token prediction needs it up to 0.16.
-    model.sharded_state_dict(metadata={"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)})
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    model.sharded_state_dict(metadata={"dp_cp_group": group})
     return [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
