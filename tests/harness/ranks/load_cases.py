@@ -76,7 +76,7 @@ class WriteDetector:
         for phase, name in (("prepare", "plan"), ("prove", "verify_masters"), ("fill", "fill")):
             setattr(LiveRank, name, self._measured(phase, getattr(LiveRank, name)))
 
-    def _announce(self, line: str, *, every_rank: bool = False) -> None:
+    def _announce(self, line: str, *, every_rank: bool = False, each_time: bool = False) -> None:
         """Of the product; a line of one rank's own is marked, every other is logged on rank 0 alone."""
         self.lines.append(f"on this rank: {line}" if every_rank else line)
 
