@@ -9,7 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.formats.common_state import common_optimizers
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
-from mcore_ckpt_ext.optimizers.groups import IDENTITY, Group, lacks
+from mcore_ckpt_ext.optimizers.groups import BOUNDS, IDENTITY, Group, identity, lacks
 
 _BIAS_CORRECTION = "bias_correction"
 _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
@@ -44,6 +44,18 @@ def lacks_identity(stored: Sequence[Group]) -> bool:
     return any(lacks(group, key) for group in stored for key in IDENTITY)
 
 
+def has_confused_groups(stored: Sequence[Group]) -> bool:
+    """Return True if stored groups differ in learning rates or epsilon, and in no setting that distinguishes groups.
+
+    They come from --decoupled-lr or --use-mup. Megatron gives all of them the settings of the last one
+    (`make_needed_groups`, megatron/core/optimizer/distrib_optimizer.py, core_v0.16.1), and then trains with its rate.
+    """
+    by_settings: dict[Any, set[Any]] = {}
+    for group in stored:
+        by_settings.setdefault(identity(group), set()).add(identity(group, (*BOUNDS, "eps")))
+    return any(len(alike) > 1 for alike in by_settings.values())
+
+
 def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     """Return True if a live group has no stored counterpart, by the running Megatron's identifiers."""
     keys = getattr(sys.modules.get("megatron.core.optimizer.optimizer"), "param_group_identifier_keys", IDENTITY)
@@ -52,9 +64,9 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
         return [group[key] if key in group else group.get(f"pre_{key}") for key in keys]
 
     stored_identities: list[list[Any]] = []
-    for identity in map(identifier, stored):
-        if identity not in stored_identities:
-            stored_identities.append(identity)
+    for identifiers in map(identifier, stored):
+        if identifiers not in stored_identities:
+            stored_identities.append(identifiers)
     # Layer-wise optimizers match their groups in other ways.
     whole = [child for child, layer_wise in chain.whole if layer_wise is None]
     live = [group for child in (*chain.distributed, *whole) for group in groups_of(child)]

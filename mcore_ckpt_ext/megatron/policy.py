@@ -29,6 +29,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import is_sgd
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.param_group_compat import (
+    has_confused_groups,
     has_other_rates,
     lacks_bias_correction,
     lacks_identity,
@@ -302,6 +303,14 @@ CHECKS: tuple[Check, ...] = (
         "it fails if a stored parameter group lacks a setting that distinguishes groups",
         f"_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, and {_OPTIMIZER}, 0.14.0 to 0.18.2",
         lambda facts: lacks_identity(facts.stored_groups()),
+        does=MATCHES_GROUPS_BY_SETTINGS,
+        does_not=MATCHES_GROUPS_BY_BOUNDS,
+    ),
+    Check(
+        "groups with rates of their own",
+        "it gives parameter groups that differ in learning rates alone the rates of the last one",
+        f"_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, and {_OPTIMIZER}, 0.14.0 to 0.18.2",
+        lambda facts: has_confused_groups(facts.stored_groups()),
         does=MATCHES_GROUPS_BY_SETTINGS,
         does_not=MATCHES_GROUPS_BY_BOUNDS,
     ),

@@ -403,7 +403,9 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
         less = {other: value for other, value in whole.items() if other != key}
         try:
             by_class = AutoConfig.for_model(**less).to_dict()
-        except StrictDataclassClassValidationError:  # the default contradicts the other keys: there is no such model
+        except (StrictDataclassClassValidationError, ZeroDivisionError):
+            # The default contradicts the other keys: there is no such model. Exaone4Config divides by the pattern of
+            # windows, 0 without windows, where `layer_types` is missing.
             continue
         found, expected = (_read(family, one) for one in (less, {**less, key: by_class.get(key)}))
         assert found in (expected, None), (key, by_class.get(key))

@@ -1,4 +1,4 @@
-"""Test parameter groups that lack a setting, as ms-swift 4.1 and 4.2 omit `lr_mult`."""
+"""Test parameter groups that lack a setting, as ms-swift 4.1 and 4.2 omit `lr_mult`, or that differ in rates alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.harness.jobs import (
     SAVED,
     Job,
     assert_same_optimizer,
+    assert_same_training_state,
     resume,
     run_job,
     train_and_save,
@@ -61,3 +62,15 @@ def test_converted_groups_are_complete(saved: Job, megatron: dict[str, Any], tmp
     convert(saved.iteration, tmp_path / "out", TorchDist(megatron_version=version) if version else TorchDist())
     resumed = resume(tmp_path / "stock", LAYOUT, tmp_path / "out", environment=OFF, **megatron)
     assert_same_optimizer(saved.at_save, resumed.at_load)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, Layout(2, 1, 4)], ids=["same layout", "other layout"])
+def test_each_group_keeps_its_rate(layout: Layout, megatron: dict[str, Any], tmp_path: Path) -> None:
+    """Stock Megatron 0.16 trains on with one rate for all: it compares nothing else in which its groups differ."""
+    options = {"more": ["--decoupled-lr", "5e-4"], "until": SAVED + 2, **megatron}
+    trained = train_and_save(tmp_path / "saved", LAYOUT, **options)
+    resumed = resume(tmp_path / "resumed", layout, trained.run, **options)
+    rates = {settings["max_lr"] for settings in parameter_settings(trained.at_save).values()}
+    assert rates == {1e-3, 5e-4}
+    assert_same_training_state(trained.at_save, resumed.at_load)
+    assert resumed.losses[SAVED + 2] == pytest.approx(trained.losses[SAVED + 2], rel=1e-4)

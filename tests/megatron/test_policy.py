@@ -81,6 +81,9 @@ FACTS: Mapping[str, dict[str, Any]] = {
     "layout": {**IN_PLACE, "is_moved": True},
     "shifted parameters": {"loop": Loop.CORE, "is_shifted": lambda: True},
     "group settings": {"version": (0, 16), "stored_groups": lambda: [{"wd_mult": 1.0}]},
+    "groups with rates of their own": {
+        "version": (0, 16), "stored_groups": lambda: [{**IDENTITY, "max_lr": 1e-3}, {**IDENTITY, "max_lr": 5e-4}]
+    },
     "parameter groups": {"stored_groups": lambda: [{**IDENTITY, "wd_mult": 0.0}], "chain": distributed()},
     "before the first step": {**IN_PLACE, "is_before_first_step": lambda: True},
     "settings of fused Adam": {

@@ -59,7 +59,8 @@ class DistributedAdapter(PlainAdapter):
 
         Since core_v0.19.0 it also finds the groups by their bounds (`param_group_identifier_keys`, optimizer.py): it
         gets the bounds of the live groups, which a new learning rate has changed, and the stored ones are set
-        afterwards.
+        afterwards. From core_v0.14.0 to 0.18.2 it takes groups that differ in bounds only (--decoupled-lr) for one, so
+        that all settings are set afterwards.
         """
         with_live_bounds = [{**group, **_bounds(live)} for live, group in zip(self.param_groups, groups, strict=True)]
         state: dict[str, Any] = {"optimizer": {"param_groups": with_live_bounds}}
@@ -67,7 +68,7 @@ class DistributedAdapter(PlainAdapter):
             state["grad_scaler"] = scaler
         self._optimizer.load_state_dict(state)
         for live, group in zip(self.param_groups, groups, strict=True):
-            live.update(_bounds(group))
+            live.update({key: value for key, value in group.items() if key in live and key != "params"})
 
     @property
     def _kinds(self) -> tuple[str, ...]:
