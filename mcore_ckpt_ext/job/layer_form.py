@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UsageError, join_some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError, format_value, join_some
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import complete, has_experts
 
 _FREQUENCY = "moe_layer_freq"
 LAYER_FORM = frozenset({_FREQUENCY, "hetereogenous_dist_checkpoint"})
 """Arguments that may describe the same model in either form."""
+_HINT = "pass the pattern of the script that will load it, for example moe_layer_freq=([0]*1+[1]*47)"
 
 
 def check_layer_form(written: JobArguments, changes: Mapping[str, Any]) -> None:
@@ -26,11 +27,17 @@ def check_layer_form(written: JobArguments, changes: Mapping[str, Any]) -> None:
         changes: arguments of the job that will read it, other ones included.
 
     Raises:
-        UsageError: other layers would have experts.
+        UsageError: the pattern is invalid, or other layers would have experts.
     """
     if _FREQUENCY not in changes or not written.num_layers:
         return
-    models = [complete(written), complete(written.replace(moe_layer_freq=changes[_FREQUENCY]))]
+    try:
+        other = written.replace(moe_layer_freq=changes[_FREQUENCY])
+    except UnreadableCheckpointError as error:
+        raise UsageError(
+            f"invalid {_FREQUENCY} for {written.num_layers} layers", found=format_value(changes[_FREQUENCY]), hint=_HINT
+        ) from error
+    models = [complete(written), complete(other)]
     layers = range(written.num_layers)
     stored, changed = ([layer for layer in layers if has_experts(model, layer)] for model in models)
     if stored != changed:
@@ -38,5 +45,12 @@ def check_layer_form(written: JobArguments, changes: Mapping[str, Any]) -> None:
             f"this {_FREQUENCY} describes another model than the checkpoint's",
             found=f"experts in layer {join_some(list(map(str, changed)), 6) or 'none'}",
             expected=f"experts in layer {join_some(list(map(str, stored)), 6) or 'none'}",
-            hint="pass the pattern of the script that will load it, for example moe_layer_freq=([0]*1+[1]*47)",
+            hint=_HINT,
         )
+
+
+def note_on(changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for the job that loads a checkpoint whose layers are stored in another form."""
+    for name, value in changes.items():
+        pattern = str(value).replace(" ", "")
+        yield f"its layers are stored as with {name} {pattern}: stock Megatron loads it with the same setting only"

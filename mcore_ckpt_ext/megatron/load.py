@@ -164,12 +164,11 @@ class _Load:
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
         written = self._load.checkpoint.arguments
-        running = self._load.running
         old = sizes_of_job(written)
-        new = sizes_of_job(running)
+        new = sizes_of_job(self._load.running)
         if not written.is_complete or old == new:
             return ""
-        return sentence_of(differences(running, old, new, megatron_version()))
+        return sentence_of(differences(self._load.running, old, new, megatron_version()))
 
     def _account_data(self) -> None:
         """Let the data go on in its order, and log where it does not, unless the summary has."""

@@ -45,7 +45,7 @@ def lacks_identity(stored: Sequence[Group]) -> bool:
 
 
 def has_confused_groups(stored: Sequence[Group]) -> bool:
-    """Return True if stored groups differ in learning rates or epsilon, and in no setting that distinguishes groups.
+    """Return True if stored groups that Megatron takes for one have different learning rates or epsilons.
 
     They come from --decoupled-lr or --use-mup. Megatron gives all of them the settings of the last one
     (`make_needed_groups`, megatron/core/optimizer/distrib_optimizer.py, core_v0.16.1), and then trains with its rate.

@@ -37,6 +37,7 @@ from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_layer_form
 from mcore_ckpt_ext.job.assignments import parse_assignments
+from mcore_ckpt_ext.job.layer_form import note_on
 from mcore_ckpt_ext.job.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.job.releases import (
     DESCRIBES_CONTENT,
@@ -122,8 +123,8 @@ class TorchDistTarget:
         for array in self._arrays():
             writer.add_array(array)
         files, records, metadata = writer.finish(with_shapes=EXTENDS_INDEX_WITH_SHAPES.is_of(self._version))
-        small.append(_small_file(".metadata", metadata))
-        small.append(replace(_small_file("metadata.json", self._config()), last=True))
+        small.append(small_file(".metadata", metadata))
+        small.append(replace(small_file("metadata.json", self._config()), last=True))
         afresh = "the state of the random generators is not converted: they are reinitialized on resuming"
         notes = [*self._state.notes, *(() if self._random_states else (afresh,))]
         return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))
@@ -322,10 +323,6 @@ def _dotted(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def _small_file(name: str, content: bytes) -> OutputFile:
-    return OutputFile(name, len(content), ((0, content),))
-
-
 def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None) -> OutputPlan:
     """Lay out a run folder with one iteration, for Megatron's own loop or for Megatron-Bridge.
 
@@ -333,11 +330,12 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
         UnsupportedCheckpointError: the format, or that version, cannot hold this checkpoint.
     """
     check_iteration(checkpoint, target)
-    checkpoint = with_layer_form(checkpoint, parse_assignments(target.arguments))
+    changes = parse_assignments(target.arguments)
+    checkpoint = with_layer_form(checkpoint, changes)
     version, expert = version_number(target.megatron_version), target.expert_model_parallel_size
     has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
     written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
-    output = written.output()
+    output = with_notes(written.output(), [*note_on(changes)])
     if (stored_config := checkpoint.format_reader.run_config()) is not None:
         output = with_files(output, small_file(RUN_CONFIG, stored_config.encode()))
     elif target.for_bridge:

@@ -22,7 +22,8 @@ def keys_of(run: Path) -> list[str]:
 
 def test_layers_are_stored_as_the_reading_job_asks_for_them(tmp_path: Path) -> None:
     source = open_checkpoint(fixture_named("p09").run)
-    convert(source.folder, tmp_path / "listed", TorchDist(arguments=[LISTED]))
+    listed = convert(source.folder, tmp_path / "listed", TorchDist(arguments=[LISTED]))
+    assert any("stored as with moe_layer_freq [1,1,1,1]" in note for note in listed.notes)
     convert(tmp_path / "listed", tmp_path / "stacked", TorchDist(arguments=[DEFAULT]))
     assert all(key.split("decoder.layers.")[1][0].isdecimal() for key in keys_of(tmp_path / "listed"))
     assert not any(key.split("decoder.layers.")[1][0].isdecimal() for key in keys_of(tmp_path / "stacked"))
@@ -40,5 +41,9 @@ def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another model") as refused:
         convert(source, tmp_path / "other", TorchDist(arguments=["moe_layer_freq=[0,1,1,1]"]))
     assert "experts in layer 1, 2, 3" in str(refused.value)
+    for invalid in ("banana", "[1]*3"):
+        with pytest.raises(UsageError, match="invalid moe_layer_freq for 4 layers") as refused:
+            convert(source, tmp_path / "other", TorchDist(arguments=[f"moe_layer_freq={invalid}"]))
+        assert "another copy" not in str(refused.value)
     with pytest.raises(UsageError, match="only arguments that decide"):
         TorchDist(arguments=["num_layers=4"])
