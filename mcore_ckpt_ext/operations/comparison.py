@@ -9,7 +9,13 @@ from math import prod
 
 from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, counted, reraise_as_unreadable
+from mcore_ckpt_ext.errors import (
+    ContentError,
+    UnknownNameError,
+    UnsupportedCheckpointError,
+    counted,
+    reraise_as_unreadable,
+)
 from mcore_ckpt_ext.formats.accounts import Account, account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
@@ -106,8 +112,8 @@ def _comparison(
     if any(side.checkpoint.format_reader.is_model_folder for side in sides):
         common_kinds = [kind for kind in common_kinds if all(kind in side.kinds for side in sides)]
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in common_kinds]):
-        raise UnsupportedCheckpointError(
-            "neither checkpoint has the kinds to compare", found=", ".join(common_kinds), expected=", ".join(unknown)
+        raise UnknownNameError(
+            "there is no such kind to compare", found=" and ".join(unknown), expected=" or ".join(common_kinds)
         )
     chosen = [kind for kind in common_kinds if (kind in kinds if kinds is not None else _counts(kind, sides))]
     for side in sides:
