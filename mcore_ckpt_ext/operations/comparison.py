@@ -11,8 +11,8 @@ from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import (
     ContentError,
-    UnknownNameError,
     UnsupportedCheckpointError,
+    UsageError,
     counted,
     reraise_as_unreadable,
 )
@@ -112,7 +112,7 @@ def _comparison(
     if any(side.checkpoint.format_reader.is_model_folder for side in sides):
         common_kinds = [kind for kind in common_kinds if all(kind in side.kinds for side in sides)]
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in common_kinds]):
-        raise UnknownNameError(
+        raise UsageError(
             "there is no such kind to compare", found=" and ".join(unknown), expected=" or ".join(common_kinds)
         )
     chosen = [kind for kind in common_kinds if (kind in kinds if kinds is not None else _counts(kind, sides))]
