@@ -20,7 +20,7 @@ _KINDS = "layer_types"
 _FULL = "full_attention"
 
 
-def _without_windows(config: Config) -> dict[str, Any]:
+def _full_attention_settings(config: Config) -> dict[str, Any]:
     """Check that no layer has a window.
 
     If `sliding_window` is set, layers without a window have no positions (`Exaone4Attention` of transformers 5.23).
@@ -59,7 +59,7 @@ class Exaone4(Family):
         Custom(
             (_WINDOW, _KINDS),
             lambda arguments: {_WINDOW: None, _KINDS: [_FULL] * arguments.num_layers},
-            _without_windows,
+            _full_attention_settings,
         ),
         Requires({**NO_BIASES, "qk_layernorm": True}),
     )

@@ -124,7 +124,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if _TIED in owner:  # the model around the text ties its embeddings
         is_tied_by_text = whole_kind in _TIED_BY_TEXT and bool((inside or {}).get(_TIED))
         whole[_TIED] = owner[_TIED] or is_tied_by_text
-    text = {**_defaults(whole_kind, kind), **(_without_images(config) if inside is None else inside), **whole}
+    text = {**_defaults(whole_kind, kind), **(_language_config(config) if inside is None else inside), **whole}
     for key in (*_OF_IMAGES, *_TEXT):
         text.pop(key, None)
     for key in _ROPE:
@@ -153,7 +153,7 @@ def _defaults(whole_kind: str, kind: str) -> Mapping[str, Any]:
     return _DEFAULTS.get(whole_kind, {})
 
 
-def _without_images(config: Mapping[str, Any]) -> dict[str, Any]:
+def _language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` with all keys on one level without those about images."""
     return {key: value for key, value in config.items() if not _IMAGES_OF_LLAVA.match(key)}
 

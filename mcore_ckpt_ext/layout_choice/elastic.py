@@ -120,9 +120,14 @@ def choose(
     usual = next((candidate.memory.total for candidate in scales.weighed(old).found), None)
     memory = max(request.memory, usual or 0) if request.memory is not None else usual
     layouts = SearchRequest(
-        request.gpus, request.gpus_per_node, request.version, memory, is_least=request.memory is None,
-        recomputation=request.recomputation, pins={"context": old.context},
-    )  # fmt: skip
+        request.gpus,
+        request.gpus_per_node,
+        request.version,
+        memory,
+        is_least=request.memory is None,
+        recomputation=request.recomputation,
+        pins={"context": old.context},
+    )
     best = _most_used(scales, layouts, result)
     if best is None and request.memory is None and memory is not None:
         layouts = replace(layouts, memory=None)
