@@ -100,7 +100,7 @@ def measured(name: str, folder: Path) -> Iterator[tuple[str, float | None]]:
     if run(OLD, feature, SAVED, folder, None, saved) is None:
         yield from ((layout, None) for layout in LAYOUTS)
         return
-    base: dict[str, dict[str, float]] | None = None
+    base: Path | None = None
     for label, layout in LAYOUTS.items():
         if label == "EP 2" and "--num-experts" not in feature:
             continue
@@ -108,14 +108,18 @@ def measured(name: str, folder: Path) -> Iterator[tuple[str, float | None]]:
         if losses is None:
             yield label, None
             continue
-        found = {key: value for key, value in json.loads(losses.read_text()).items() if int(key) > SAVED}
-        base = base or found
-        yield label, largest_difference(base, found)
+        base = base or losses
+        yield label, largest_difference(base, losses)
 
 
-def largest_difference(base: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> float:
-    """Return the largest relative difference of the losses and gradient norms of two jobs."""
-    return max(abs(values[key] / base[step][key] - 1) for step, values in found.items() for key in values)
+def largest_difference(base: Path, other: Path) -> float:
+    """Return the largest relative difference of losses and gradient norms after a resume, by the files of two jobs."""
+    records: list[dict[str, dict[str, float]]] = [
+        {step: values for step, values in json.loads(file.read_text()).items() if int(step) > SAVED}
+        for file in (base, other)
+    ]
+    expected, found = records
+    return max(abs(values[key] / expected[step][key] - 1) for step, values in found.items() for key in values)
 
 
 def main(words: Sequence[str] | None = None) -> None:

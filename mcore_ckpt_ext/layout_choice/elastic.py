@@ -20,7 +20,7 @@ from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Sharding
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import Recomputation
-from mcore_ckpt_ext.layout_choice.order import IDLE_STEP, distance, idle_fraction, leaves_node, pressure
+from mcore_ckpt_ext.layout_choice.order import IDLE_STEP, distance, idle_fraction, keeps_rows, leaves_node, pressure
 from mcore_ckpt_ext.layout_choice.rules import RULES, violations
 from mcore_ckpt_ext.layout_choice.search import (
     FoundLayout,
@@ -225,7 +225,7 @@ class _Scales:
         whole = batch_of(job)[1] or choice.global_batch
         if choice.global_batch != whole and not self.request.may_change_batch:
             return f"the global batch {whole} cannot be kept"
-        if rows.stored and rows(layout.tensor) != rows.stored:
+        if not keeps_rows(choice):
             return f"TP{layout.tensor} does not divide the {counted(rows.stored, 'row')} of the vocabulary"
         return None
 

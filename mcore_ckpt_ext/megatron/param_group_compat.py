@@ -9,7 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.formats.common_state import common_optimizers
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
-from mcore_ckpt_ext.optimizers.groups import BOUNDS, IDENTITY, Group, identity, lacks
+from mcore_ckpt_ext.optimizers.groups import IDENTITY, REFINED_IDENTITY, Group, identity, lacks
 
 _BIAS_CORRECTION = "bias_correction"
 _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
@@ -50,27 +50,26 @@ def has_confused_groups(stored: Sequence[Group]) -> bool:
     They come from --decoupled-lr or --use-mup. Megatron gives all of them the settings of the last one
     (`make_needed_groups`, megatron/core/optimizer/distrib_optimizer.py, core_v0.16.1), and then trains with its rate.
     """
-    by_settings: dict[Any, set[Any]] = {}
-    for group in stored:
-        by_settings.setdefault(identity(group), set()).add(identity(group, (*BOUNDS, "eps")))
-    return any(len(alike) > 1 for alike in by_settings.values())
+    return len(_identities(stored, (*REFINED_IDENTITY, "eps"))) > len(_identities(stored, IDENTITY))
 
 
 def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     """Return True if a live group has no stored counterpart, by the running Megatron's identifiers."""
     keys = getattr(sys.modules.get("megatron.core.optimizer.optimizer"), "param_group_identifier_keys", IDENTITY)
-
-    def identifier(group: Group) -> list[Any]:
-        return [group[key] if key in group else group.get(f"pre_{key}") for key in keys]
-
-    stored_identities: list[list[Any]] = []
-    for identifiers in map(identifier, stored):
-        if identifiers not in stored_identities:
-            stored_identities.append(identifiers)
+    stored_identities = _identities(stored, keys)
     # Layer-wise optimizers match their groups in other ways.
     whole = [child for child, layer_wise in chain.whole if layer_wise is None]
     live = [group for child in (*chain.distributed, *whole) for group in groups_of(child)]
-    return bool(stored) and any(identifier(group) not in stored_identities for group in live)
+    return bool(stored) and any(identity(group, keys) not in stored_identities for group in live)
+
+
+def _identities(groups: Sequence[Group], keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return the different identities of groups, whose values a damaged file may have made unhashable."""
+    different: list[tuple[Any, ...]] = []
+    for group in groups:
+        if (values := identity(group, keys)) not in different:
+            different.append(values)
+    return different
 
 
 def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:

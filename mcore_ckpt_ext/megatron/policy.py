@@ -41,6 +41,8 @@ from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 WITHOUT_RANDOM_STATES = "without the random states, some of which it would not find"
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 _CHECKPOINTING = "megatron/training/checkpointing.py"
+_MATCHES = "_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py"
+_MATCHES_BY_SETTINGS = f"{_MATCHES}, and {_OPTIMIZER}, 0.14.0 to 0.18.2"
 _DCP = (Loop.MEGATRON, Loop.CORE)
 _MEGATRON = (Loop.MEGATRON, Loop.LEGACY)
 _ALL = (*_MEGATRON, Loop.CORE)
@@ -301,7 +303,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "group settings",
         "it fails if a stored parameter group lacks a setting that distinguishes groups",
-        f"_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, and {_OPTIMIZER}, 0.14.0 to 0.18.2",
+        _MATCHES_BY_SETTINGS,
         lambda facts: lacks_identity(facts.stored_groups()),
         does=MATCHES_GROUPS_BY_SETTINGS,
         does_not=MATCHES_GROUPS_BY_BOUNDS,
@@ -309,7 +311,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "groups with rates of their own",
         "it gives parameter groups that differ in learning rates alone the rates of the last one",
-        f"_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, and {_OPTIMIZER}, 0.14.0 to 0.18.2",
+        _MATCHES_BY_SETTINGS,
         lambda facts: has_confused_groups(facts.stored_groups()),
         does=MATCHES_GROUPS_BY_SETTINGS,
         does_not=MATCHES_GROUPS_BY_BOUNDS,
@@ -317,7 +319,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "parameter groups",
         "it does not find a live parameter group among the stored ones, and fails",
-        "_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
+        f"{_MATCHES}, 0.19.0 to 0.19.2",
         lambda facts: lacks_live_group(facts.stored_groups(), facts.chain),
         does=MATCHES_GROUPS_BY_BOUNDS,
     ),

@@ -86,7 +86,7 @@ class ChosenLayout:
         if self.micro_batch_size != micro:
             batch += f", micro batch {self.micro_batch_size} in place of {micro}"
         chosen = self.layout if self.is_of_flags else f"{self.layout} in place of {self.flags_layout}"
-        waiting = f"; {self.waiting} GPU{'s wait' if self.waiting > 1 else ' waits'}" if self.waiting else ""
+        waiting = f"; {counted(self.waiting, 'GPU waits', 'GPUs wait')}" if self.waiting else ""
         return f"{self.gpus} of {counted(self.gpus + self.waiting, 'GPU')}: {chosen}; {batch}{waiting}"
 
 

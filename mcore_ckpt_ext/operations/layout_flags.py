@@ -11,6 +11,7 @@ from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.choice import batch_of
+from mcore_ckpt_ext.layout_choice.order import keeps_rows
 from mcore_ckpt_ext.layout_choice.search import FoundLayout
 
 
@@ -89,7 +90,7 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
     elif choice.micro_batch != micro:
         notes.append(f"the micro batch changes from {micro} to {choice.micro_batch}; the global batch stays")
     rows = choice.table.padded_rows
-    if rows.stored and rows(choice.layout.tensor) != rows.stored:
+    if not keeps_rows(choice):
         padded = counted(rows(choice.layout.tensor), "row")
         notes.append(
             f"the vocabulary is padded from {rows.stored:,} to {padded}: untrained rows take part in the softmax"

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext.versions import Version, parse_version
+
 VARIABLE = "MEGATRON_LM_PATH"
 CELL_VARIABLE = "TEST_RELEASES"
 _RUNS = f"{VARIABLE}=FOLDER python3 scripts/run_tests.py tests/jobs"
@@ -33,6 +35,13 @@ def full_version() -> str:
         return metadata.version("megatron-core")
     text = (Path(os.environ[VARIABLE]) / "megatron" / "core" / "package_info.py").read_text()
     return ".".join(re.search(rf"^{part} = (\d+)", text, re.MULTILINE)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def release_of(checkout: bool) -> Version:
+    """Return the release of the checkout, or of the installed Megatron."""
+    release = parse_version(full_version() if checkout else metadata.version("megatron-core"))
+    assert release is not None
+    return release
 
 
 def installed_is_before(major: int, minor: int) -> bool:

@@ -5,7 +5,6 @@ With MEGATRON_LM_PATH, a checkout runs the same. All jobs are one launch.
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from mcore_ckpt_ext import FsdpDtensor, convert
 from mcore_ckpt_ext.job.releases import MATCHES_GROUPS_BY_BOUNDS
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.inspection import inspect
-from mcore_ckpt_ext.versions import parse_version
-from tests.harness.checkouts import EITHER, full_version
+from tests.harness.checkouts import EITHER, release_of
 from tests.harness.checkpoints import assert_converted
 from tests.harness.jobs import LEGACY, SAVED, assert_same_training_state, differing
 from tests.harness.layouts import Layout, experts_over
@@ -123,9 +121,7 @@ def test_it_is_converted_and_back(name: str, results: Results, tmp_path: Path) -
 def test_converted_files_have_each_parameter_in_its_group(results: Results, of_checkout: bool, tmp_path: Path) -> None:
     """Legacy files, resumed by stock; and Megatron-FSDP's, which have the settings beside each parameter."""
     saved = results.job("whole")
-    release = parse_version(full_version() if of_checkout else metadata.version("megatron-core"))
-    assert release is not None
-    if MATCHES_GROUPS_BY_BOUNDS.is_of(release):
+    if MATCHES_GROUPS_BY_BOUNDS.is_of(release_of(of_checkout)):
         resumed = results.job("whole, legacy, stock")
         assert differing(assemble(saved.at_save), assemble(resumed.at_load)) == []
         assert settings(saved.at_save) == settings(resumed.at_load)

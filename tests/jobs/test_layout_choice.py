@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -141,7 +140,7 @@ def answers_of(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     answer: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    assert parse_version(answer["version"]) == version_of(checkout is not None)
+    assert parse_version(answer["version"]) == checkouts.release_of(checkout is not None)
     return answer
 
 
@@ -253,20 +252,10 @@ def check_stages(case: Case, choice: Choice, result: Mapping[str, Any]) -> None:
     assert [stage.dense.elements + stage.experts.elements for stage in held] == genuine, case
 
 
-@cache
-def version_of(checkout: bool) -> Version:
-    """The release that judges."""
-    import megatron.core
-
-    found = parse_version(checkouts.full_version() if checkout else megatron.core.__version__)
-    assert found is not None
-    return found
-
-
 @pytest.fixture(scope="module", params=checkouts.EITHER)
 def release(request: pytest.FixtureRequest) -> tuple[Version, str | None]:
     """A release's number, and the folder that it is imported from; None for the installed one."""
-    return version_of(request.param), os.environ[checkouts.VARIABLE] if request.param else None
+    return checkouts.release_of(request.param), os.environ[checkouts.VARIABLE] if request.param else None
 
 
 @pytest.fixture(scope="module")

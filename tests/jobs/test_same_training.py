@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from same_training import BALANCED, largest_difference
 
@@ -45,17 +42,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_in_turn(folder, turns)
 
 
-def _record(folder: Path) -> dict[str, dict[str, float]]:
-    record: dict[str, dict[str, float]] = json.loads((folder / "losses.json").read_text())
-    return record
-
-
 @pytest.mark.parametrize(
     ("base", "name", "is_same"),
     [("aux", "TP2", True), ("aux", "micro batch", False), ("global", "TP2", False)],
 )
 def test_the_computation_differs_where_the_table_says_so(results: Results, base: str, name: str, is_same: bool) -> None:
-    same, other = (_record(results.folder(f"{base}, {one}")) for one in ("same", name))
+    same, other = (results.folder(f"{base}, {one}") / "losses.json" for one in ("same", name))
     difference = largest_difference(same, other)
     assert (difference < _ROUNDING) is is_same, difference
     assert is_same or difference > 20 * _ROUNDING

@@ -154,3 +154,12 @@ def test_ranks_can_exchange_a_decision() -> None:
 def test_a_decision_names_the_random_states_that_are_left_out() -> None:
     decision = replace(decide(LoadFacts(Loop.MEGATRON, (0, 19), "dp_reshardable")), omits_random_states=True)
     assert WITHOUT_RANDOM_STATES in str(decision)
+
+
+def test_groups_with_values_that_cannot_be_hashed_are_compared() -> None:
+    """As a damaged file may have them."""
+    facts = facts_of("groups with rates of their own")
+    alike = [{**IDENTITY, "max_lr": [1e-3]}, {**IDENTITY, "max_lr": [1e-3]}]
+    check = next(check for check in CHECKS if check.name == "groups with rates of their own")
+    assert check.concerns(replace(facts, stored_groups=lambda: [*alike, {**IDENTITY, "max_lr": [5e-4]}]))
+    assert not check.concerns(replace(facts, stored_groups=lambda: alike))

@@ -6,7 +6,6 @@ for a part.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,13 +73,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return _train(tmp_path_factory.mktemp("mathematics"), CASES)
 
 
-def _losses(folder: Path) -> dict[str, dict[str, float]]:
-    record: dict[str, dict[str, float]] = json.loads((folder / "losses.json").read_text())
-    return record
-
-
 def _difference(results: Results, feature: str, name: str) -> float:
-    same, other = (_losses(results.job(f"{feature}; {layout}").folder) for layout in ("same", name))
+    same, other = (results.job(f"{feature}; {layout}").folder / "losses.json" for layout in ("same", name))
     difference = largest_difference(same, other)
     print(f"{feature}; {name}: {difference:.1e}")
     return difference

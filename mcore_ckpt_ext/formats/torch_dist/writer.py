@@ -124,7 +124,7 @@ class TorchDistTarget:
             writer.add_array(array)
         files, records, metadata = writer.finish(with_shapes=EXTENDS_INDEX_WITH_SHAPES.is_of(self._version))
         small.append(small_file(".metadata", metadata))
-        small.append(replace(small_file("metadata.json", self._config()), last=True))
+        small.append(small_file("metadata.json", self._config(), last=True))
         afresh = "the state of the random generators is not converted: they are reinitialized on resuming"
         notes = [*self._state.notes, *(() if self._random_states else (afresh,))]
         return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))

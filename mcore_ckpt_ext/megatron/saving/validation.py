@@ -41,7 +41,7 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
     for file, size in needed.items():
         actual_size = _size(folder / file)
         if actual_size < size:
-            is_there = "it does not exist" if actual_size < 0 else f"{counted(actual_size, 'byte')}"
+            is_there = "it does not exist" if actual_size < 0 else counted(actual_size, "byte")
             yield f"{file}: {is_there}, but its records need {counted(size, 'byte')}"
 
 
