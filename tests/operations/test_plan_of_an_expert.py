@@ -86,7 +86,7 @@ def test_the_flags_keep_the_rows_or_a_note_says_how_many() -> None:
     assert not any("padded" in note for note in notes_of(kept, kept.choice.job, True))
     other = PaddedRows(1000, 1001, 7)
     (changed, *_) = found_for(2, other, {"tensor": 2}).found
-    assert any("padded from 1001 to 1008 rows" in note for note in notes_of(changed, changed.choice.job, True))
+    assert any("padded from 1,001 to 1,008 rows" in note for note in notes_of(changed, changed.choice.job, True))
 
 
 def test_fewer_gpus_may_be_better() -> None:

@@ -101,4 +101,4 @@ def changed_padding(stored: int | None, rows: int | None) -> str:
     """Return how the rows of the vocabulary change on a resume, for the log; empty if they do not."""
     if stored is None or rows is None or stored == rows:
         return ""
-    return f"; the vocabulary is padded to {counted(rows, 'row')}, {stored} in the checkpoint"
+    return f"; the vocabulary is padded to {counted(rows, 'row')}, {stored:,} in the checkpoint"
