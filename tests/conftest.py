@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from mcore_ckpt_ext.patching import log
+from mcore_ckpt_ext.patching.singletons import Process
 from mcore_ckpt_ext.versions import parse_version
 from tests.harness.checkpoints import CORRUPTED, FLAT, INTACT, Fixture, fixture_named
 from tests.harness.made_once import made_once
@@ -134,3 +137,21 @@ def python(installation: Path) -> Callable[..., subprocess.CompletedProcess[str]
         )
 
     return run
+
+
+@pytest.fixture
+def fresh_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The package's logger as a fresh process has it, without what tests before have logged.
+
+    Once a line is logged, the logger does not propagate, and pytest attaches handlers of its own to such a logger:
+    then the package's handler leaves stderr to them.
+    """
+    logger = logging.getLogger(log.NAME)
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    monkeypatch.setattr(log, "PROCESS", Process())
+    monkeypatch.delenv("RANK", raising=False)
+    yield logger
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])

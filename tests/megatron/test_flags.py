@@ -128,6 +128,7 @@ def test_every_change_gives_its_reason():
     assert "0.19 switches --async-save off" in reasons["use_persistent_ckpt_worker"]
 
 
+@pytest.mark.usefixtures("fresh_logger")
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_the_wrapper_sets_them_and_says_so_in_one_line(monkeypatch, capsys, rank, lines):
     monkeypatch.setenv("RANK", rank)

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
-from mcore_ckpt_ext.patching import log as module
-from mcore_ckpt_ext.patching.log import NAME, announce
-from mcore_ckpt_ext.patching.singletons import Process
+from mcore_ckpt_ext.patching.log import announce
 
-
-@pytest.fixture(autouse=True)
-def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """The package's logger as a fresh process has it."""
-    found = logging.getLogger(NAME)
-    before = (found.handlers[:], found.level, found.propagate)
-    found.handlers, found.propagate = [], True
-    found.setLevel(logging.NOTSET)
-    monkeypatch.setattr(module, "PROCESS", Process())
-    monkeypatch.delenv("RANK", raising=False)
-    yield found
-    found.handlers, found.propagate = before[0], before[2]
-    found.setLevel(before[1])
+pytestmark = pytest.mark.usefixtures("fresh_logger")
 
 
 class Kept(logging.Handler):
@@ -62,20 +47,20 @@ def test_the_level_of_the_root_logger_does_not_matter(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_handler_of_the_program_takes_over(
-    when: str, logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+    when: str, fresh_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if when == "after":
         announce("first")
         assert "first" in capsys.readouterr().err
     kept = Kept()
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
+    fresh_logger.addHandler(kept)
+    fresh_logger.setLevel(logging.INFO)
     announce("100 % of it")
     assert (kept.lines, capsys.readouterr().err) == (["100 % of it"], "")
 
 
-def test_a_level_of_the_program_counts(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    logger.setLevel(logging.ERROR)
+def test_a_level_of_the_program_counts(fresh_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    fresh_logger.setLevel(logging.ERROR)
     announce("not asked for")
     assert capsys.readouterr().err == ""
 
