@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.difference_map import DifferenceMap
     from mcore_ckpt_ext.operations.elastic_layout import ChosenLayout, choose_layout
     from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
-    from mcore_ckpt_ext.operations.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
+    from mcore_ckpt_ext.operations.inspection import inspect
+    from mcore_ckpt_ext.operations.inspection_result import BufferMap, Inspection, StoredFile, StoredTensor
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout, plan
     from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
     from mcore_ckpt_ext.operations.pipeline_map import Stage
@@ -118,7 +119,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BufferMap": "mcore_ckpt_ext.operations.inspection",
+    "BufferMap": "mcore_ckpt_ext.operations.inspection_result",
     "Canonical": "mcore_ckpt_ext.formats.canonical.options",
     "Check": "mcore_ckpt_ext.operations.findings",
     "Checkpoint": "mcore_ckpt_ext.formats.checkpoint",
@@ -134,7 +135,7 @@ _MODULES = {
     "Finding": "mcore_ckpt_ext.operations.findings",
     "FsdpDtensor": "mcore_ckpt_ext.formats.fsdp.options",
     "HuggingFace": "mcore_ckpt_ext.formats.hugging_face.options",
-    "Inspection": "mcore_ckpt_ext.operations.inspection",
+    "Inspection": "mcore_ckpt_ext.operations.inspection_result",
     "KindComparison": "mcore_ckpt_ext.operations.comparison_result",
     "LayoutPlan": "mcore_ckpt_ext.operations.layout_plan",
     "Legacy": "mcore_ckpt_ext.formats.legacy.options",
@@ -154,8 +155,8 @@ _MODULES = {
     "PatchPointStatus": "mcore_ckpt_ext.patching.patch_point",
     "Stage": "mcore_ckpt_ext.operations.pipeline_map",
     "StorageError": "mcore_ckpt_ext.errors",
-    "StoredFile": "mcore_ckpt_ext.operations.inspection",
-    "StoredTensor": "mcore_ckpt_ext.operations.inspection",
+    "StoredFile": "mcore_ckpt_ext.operations.inspection_result",
+    "StoredTensor": "mcore_ckpt_ext.operations.inspection_result",
     "TensorDifference": "mcore_ckpt_ext.operations.comparison_result",
     "TensorHandle": "mcore_ckpt_ext.formats.checkpoint",
     "TorchDist": "mcore_ckpt_ext.formats.torch_dist.options",

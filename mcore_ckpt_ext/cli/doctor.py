@@ -59,7 +59,13 @@ _GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The result of one check."""
+    """The result of one check.
+
+    Attributes:
+        what: what was checked.
+        state: its result.
+        found: what was found, in words.
+    """
 
     what: str
     state: State
@@ -68,7 +74,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of all checks; `healthy` if none failed."""
+    """The results of all checks.
+
+    Attributes:
+        healthy: no check failed.
+        lines: the checks.
+    """
 
     healthy: bool
     lines: tuple[Line, ...]

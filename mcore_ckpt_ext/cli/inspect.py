@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import counted, format_bytes
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.operations.inspection import Inspection, StoredFile
+    from mcore_ckpt_ext.operations.inspection_result import Inspection, StoredFile
 
 _FILES_SHOWN = 32
 _RANKS_SHOWN = 16

@@ -100,8 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if unknown:
                 is_option = unknown[0].startswith("-")
                 raise UsageError(f"there is no such {'option' if is_option else 'argument'}", found=" ".join(unknown))
-            if path := getattr(arguments, "path", None) or getattr(arguments, "source", None):
-                mention_non_persistent(path)
+            for name in ("path", "source", "a", "b"):
+                if path := getattr(arguments, name, None):
+                    mention_non_persistent(path)
             code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         flush_output()
     except OutputError as error:

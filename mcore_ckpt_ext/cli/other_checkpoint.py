@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 from mcore_ckpt_ext.cli.output import message
+from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.storage.checkpoint_dirs import newer_non_persistent
-from mcore_ckpt_ext.storage.paths import is_remote
+from mcore_ckpt_ext.storage.paths import as_path
 
 
 def mention_non_persistent(path: str) -> None:
@@ -16,13 +16,11 @@ def mention_non_persistent(path: str) -> None:
     Which of them a job takes depends on its `--non-persistent-ckpt-type`, so that a command looks at the persistent one
     unless it is given the folder of the other.
     """
-    if is_remote(path):
-        return
-    with suppress(OSError, ValueError):  # the command reports what is wrong with the path
-        tracker = newer_non_persistent(Path(path))
+    with suppress(OSError, ValueError, CheckpointError):  # the command reports what is wrong with the path
+        tracker = newer_non_persistent(as_path(path))
         folder = None if tracker is None else tracker.folder
         if folder is not None and folder.is_dir():
             message(
-                f"this is the newest persistent checkpoint; with --non-persistent-ckpt-type global, a job resumes from "
-                f"{folder}: to look at that, pass its path"
+                f"the newest persistent checkpoint of {path} is used; with --non-persistent-ckpt-type global, a job "
+                f"resumes from {folder}: to look at that, pass its path"
             )

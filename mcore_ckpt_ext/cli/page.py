@@ -16,7 +16,7 @@ from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.check_results import VerificationResult
     from mcore_ckpt_ext.operations.comparison_result import Comparison
-    from mcore_ckpt_ext.operations.inspection import Inspection
+    from mcore_ckpt_ext.operations.inspection_result import Inspection
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
     from mcore_ckpt_ext.rehearsal.result import Rehearsal
 

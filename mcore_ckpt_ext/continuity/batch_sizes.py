@@ -15,7 +15,12 @@ _MOST_STEPS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """A global batch size, and the number of consumed samples from which on it applies."""
+    """A global batch size of a schedule.
+
+    Attributes:
+        sample: the number of consumed samples from which on it applies.
+        size: the number of samples of an iteration.
+    """
 
     sample: int
     size: int

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Protocol
 
-from mcore_ckpt_ext.errors import UsageError, format_value, reraise_as_unreadable
+from mcore_ckpt_ext.errors import UnknownNameError, UsageError, format_value, reraise_as_unreadable
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
@@ -16,6 +18,9 @@ from mcore_ckpt_ext.transfer import read_slice
 
 class ProvenSource(ProvableSource, Source, Protocol):
     """The part of a checkpoint's interface that a handle needs."""
+
+    def names(self, kind: str) -> Sequence[str]:
+        """Return the names of all tensors of a kind."""
 
     def masters_are_derived(self, name: str) -> bool:
         """Return whether a parameter's masters derive from its weights, so that nothing needs verifying."""
@@ -66,8 +71,7 @@ class TensorHandle:
             region = selected
         else:
             slices = selected if isinstance(selected, tuple) else (selected,)
-            steps = [axis_slice.step for axis_slice in slices if isinstance(axis_slice, slice)]
-            if len(steps) < len(slices) or len(slices) > len(shape) or not {None, 1}.issuperset(steps):
+            if len(slices) > len(shape) or not all(map(_is_contiguous, slices)):
                 raise self._no_region(selected)
             whole = (slice(None),) * (len(shape) - len(slices))
             bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip((*slices, *whole), shape, strict=True)]
@@ -102,3 +106,28 @@ class TensorHandle:
 
     def _read(self, kind: str, region: Region) -> torch.Tensor:
         return read_slice(self.checkpoint, self.checkpoint.transfer, kind, Slice.whole((region,)))
+
+
+def handle_of(checkpoint: ProvenSource, kind: str, name: str) -> TensorHandle:
+    """Return the handle of one tensor.
+
+    Raises:
+        TypeError: kind or name is no text.
+        UnknownNameError: the checkpoint does not contain it.
+    """
+    if not isinstance(kind, str) or not isinstance(name, str):
+        raise TypeError(f"tensor() takes a kind and a name, both str; not {kind!r}, {name!r}")
+    logical = checkpoint.logical_tensor(kind, name)
+    if logical is None:
+        similar = " or ".join(get_close_matches(name, checkpoint.names(kind))) or None
+        raise UnknownNameError(
+            "the checkpoint has no such tensor", found=f"{kind} {name}", expected=similar, where=str(checkpoint.folder)
+        )
+    return TensorHandle(checkpoint, kind, logical)
+
+
+def _is_contiguous(selected: object) -> bool:
+    """Return whether a caller selects elements of an axis by a slice with step 1."""
+    if not isinstance(selected, slice) or selected.step not in (None, 1):
+        return False
+    return all(bound is None or hasattr(bound, "__index__") for bound in (selected.start, selected.stop))

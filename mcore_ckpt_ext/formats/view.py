@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnknownNameError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.description import stored_arguments
-from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
+from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle, handle_of
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, WholeModel
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.traits import FormatTraits
@@ -336,14 +335,10 @@ class CheckpointView:
         """Return the handle of one tensor.
 
         Raises:
+            TypeError: kind or name is no text.
             UnknownNameError: the checkpoint does not contain it.
         """
-        if (logical := self.logical_tensor(kind, name)) is None:
-            similar = " or ".join(get_close_matches(name, self.names(kind))) or None
-            raise UnknownNameError(
-                "the checkpoint has no such tensor", found=f"{kind} {name}", expected=similar, where=str(self.folder)
-            )
-        return TensorHandle(self, kind, logical)
+        return handle_of(self, kind, name)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.format}, iteration {self.iteration}, {self.folder}>"

@@ -16,7 +16,13 @@ SCHEMA = SCHEMAS["verify"]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of a check: `extent` says how much was checked, or why it was not."""
+    """The result of a check.
+
+    Attributes:
+        id: the stable name of the check.
+        status: its result; `skipped` if it could not be made, `not applicable` if there is nothing to check.
+        extent: how much was checked, or why it was not.
+    """
 
     id: str
     status: Status
@@ -25,7 +31,16 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem: the check that found it, and its place; `file` and `offset` are None without one."""
+    """A problem of the checkpoint.
+
+    Attributes:
+        severity: `error` makes the checkpoint not sound, `warning` does not.
+        check: the stable name of the check that found it.
+        where: the tensor, file or setting, in words.
+        file: the file; None without one.
+        offset: the offset in the file, in bytes; None if it is unknown.
+        what: what is wrong.
+    """
 
     severity: Severity
     check: str
@@ -37,10 +52,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The result of `verify --json`; `sound` is False if a problem is an error.
+    """The result of `verify --json`.
 
-    `recorded`: the manifest that was written; None if none was. `iteration`: None if the checkpoint has none, or cannot
-    be opened. `account`: what was done with each stored key; None if they cannot be listed.
+    Attributes:
+        path: the folder of the checkpoint.
+        iteration: the iteration; None if the checkpoint has none, or cannot be opened.
+        quick: only metadata was checked.
+        sound: no problem is an error.
+        checks: the result of each check.
+        problems: the problems, in the order of the checks.
+        recorded: the manifest that was written; None if none was.
+        account: what was done with each stored key; None if they cannot be listed.
     """
 
     schema: int

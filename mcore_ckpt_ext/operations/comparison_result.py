@@ -9,13 +9,20 @@ from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.operations.difference_map import DifferenceMap
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
 from mcore_ckpt_ext.operations.resumed_settings import Setting
+from mcore_ckpt_ext.operations.short_repr import ShortRepr
 
 SCHEMA = SCHEMAS["diff"]
 
 
 @dataclass(frozen=True, slots=True)
 class PaddingRows:
-    """The rows that only one side has, beyond the other's end: their number, and their nonzero elements."""
+    """The rows that only one side has, beyond the other's end.
+
+    Attributes:
+        only_in: the side that has them, `A` or `B`.
+        rows: their number.
+        nonzero: the number of their elements that are not zero.
+    """
 
     only_in: str
     rows: int
@@ -63,7 +70,16 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class KindComparison:
-    """The comparison of all tensors of one kind."""
+    """The comparison of all tensors of one kind.
+
+    Attributes:
+        kind: the kind, `weight` or `exp_avg` for example.
+        compared: the number of tensors that both sides have.
+        elements: the number of elements that were compared.
+        only_in_a: the names of tensors that B does not have.
+        only_in_b: the names of tensors that A does not have.
+        different: the tensors that differ.
+    """
 
     kind: str
     compared: int
@@ -78,15 +94,26 @@ class KindComparison:
         return not (self.only_in_a or self.only_in_b or self.different)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The result of a comparison; `facts` do not count for equality.
+@dataclass(frozen=True, repr=False)
+class Comparison(ShortRepr):
+    """The result of a comparison.
 
-    `equal`: True if tensors and settings are equal. `settings` are those that a resume restores. They count if both
-    checkpoints have an optimizer, and the user did not restrict the comparison to kinds or tensors; else
-    `settings_equal` is None. Tensors are not equal if `missed` keys were not compared that should be
-    (`account_a`, `account_b`): unknown ones, and weights of which the other side has none; or if copies of one tensor
-    differ on several ranks (`differing_copies_a`, `differing_copies_b`).
+    Attributes:
+        a: the folder of one checkpoint.
+        b: the folder of the other.
+        equal: tensors and settings are equal.
+        tensors_equal: all tensors are equal, none was missed, and no copies differ.
+        settings_equal: all settings are equal; None if they do not count, because a checkpoint has no optimizer, or the
+            comparison was restricted to kinds or tensors.
+        kinds: the comparison of the tensors of each kind.
+        settings: the settings that a resume restores.
+        facts: differences in metadata, which do not count for equality.
+        account_a: what was done with each stored key of A.
+        account_b: what was done with each stored key of B.
+        missed: the number of keys that were not compared and should be: unknown ones, and weights of which the other
+            side has none.
+        differing_copies_a: tensors of A whose copies on several ranks differ.
+        differing_copies_b: tensors of B whose copies on several ranks differ.
     """
 
     schema: int

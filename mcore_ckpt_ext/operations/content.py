@@ -249,11 +249,13 @@ def _compared(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) ->
     compared, wrong, joined = (
         sum(getattr(report, field) for report in reports) for field in ("compared", "wrong", "joined")
     )
-    if compared or not joined:
+    if not compared and not joined:
+        yield Check(MASTERS, "no master was compared with its weight", done=False)
+    if compared:
         how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
         equal = counted(compared, "master equal to its weight", "masters equal to their weights")
         among = f"{compared - wrong:,} of " if wrong else ""
-        yield Check(MASTERS, f"{among}{equal}{how}", done=compared > 0)
+        yield Check(MASTERS, f"{among}{equal}{how}")
     if joined:
         order_sources = " and ".join(checkpoint.optimizer.order_sources())
         message = f"{counted(joined, 'master')} joined from weights and remainders, placed by {order_sources}"

@@ -32,6 +32,7 @@ from mcore_ckpt_ext.operations.destination import checked_destination
 from mcore_ckpt_ext.operations.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.operations.output_planning import lay_out
 from mcore_ckpt_ext.operations.replicas import differing_copies, in_words
+from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.source_checks import source_findings
 from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
 from mcore_ckpt_ext.operations.sources import open_source
@@ -53,8 +54,8 @@ _BLOCKS_AT_ONCE = 4
 _CACHED_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(ShortRepr):
     """The result of a conversion, or of its dry run; sizes in bytes.
 
     Attributes:

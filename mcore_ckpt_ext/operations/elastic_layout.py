@@ -30,14 +30,15 @@ from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_arguments
+from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.versions import Version
 
 _STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class ChosenLayout:
+@dataclass(frozen=True, repr=False)
+class ChosenLayout(ShortRepr):
     """The layout with which a job goes on.
 
     Attributes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mcore_ckpt_ext.formats.accounts import Account
+from mcore_ckpt_ext.operations.short_repr import ShortRepr
 
 Severity = Literal["error", "warning"]
 
@@ -74,8 +75,8 @@ class Check:
     done: bool = True
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(ShortRepr):
     """The result of a verification; sound means that no finding is an error.
 
     Attributes:

@@ -6,14 +6,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.continuity.data_order import description
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import reraise_as_unreadable
-from mcore_ckpt_ext.formats.accounts import Account, account_of
+from mcore_ckpt_ext.formats.accounts import account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.unread_state import OTHER
@@ -24,8 +23,9 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.operations.pipeline_map import Stage, stages_of
-from mcore_ckpt_ext.operations.versions import Resumption, Writer, has_job, resumptions, writer_of
+from mcore_ckpt_ext.operations.inspection_result import BufferMap, Inspection, StoredFile, StoredTensor
+from mcore_ckpt_ext.operations.pipeline_map import stages_of
+from mcore_ckpt_ext.operations.versions import has_job, resumptions, writer_of
 from mcore_ckpt_ext.optimizers.description import described
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
@@ -34,94 +34,6 @@ from mcore_ckpt_ext.storage.paths import file_sizes
 
 SCHEMA = SCHEMAS["inspect"]
 _DISTCP = re.compile(r"^(?:.*/)?__(\d+)_(\d+)\.distcp$")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """An array of model space; shape in elements."""
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass
-class StoredFile:
-    """A file and its content.
-
-    Attributes:
-        file: its name.
-        rank: the global rank that wrote it; None if the name does not contain it.
-        writer: the number of that rank's writer.
-        place: the rank's place in the layout, in words.
-        bytes_on_disk: its size; None if the file is missing.
-        records: the number of arrays or parts of arrays in it.
-        bytes_by_kind: the size of the arrays in it, by kind.
-        tensors: the arrays of which it holds a part, as its format names them.
-    """
-
-    file: str
-    rank: int | None
-    writer: int | None
-    place: str
-    bytes_on_disk: int | None
-    records: int = 0
-    bytes_by_kind: dict[str, int] = field(default_factory=dict)
-    tensors: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class BufferMap:
-    """The packing of one flat array of `numel` elements: (name, first element, end) of each parameter.
-
-    `order_source` proposed it, and sizes and chunk borders agree with it; empty if no proposal fits.
-    """
-
-    group: str
-    buffer: str
-    numel: int
-    order_source: str
-    parameters: tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """Everything that `inspect` reports; sizes in bytes.
-
-    `iteration` is None for a model to start from. `layout` belongs to the job that saved the checkpoint, or the source
-    of its conversion. A dimension is None if its size is unknown; `layout_text` is empty if no job saved either.
-    `described_by` names the file that describes the job of a checkpoint without Megatron's arguments; `unbelieved`
-    lists wrong statements of such a file. `data`: how the job read its data, in words; empty if unknown. `account`: the
-    stored keys that this package reads, and those that it does not.
-    """
-
-    schema: int
-    path: str
-    format: str
-    iteration: int | None
-    layout: Mapping[str, int | None]
-    layout_text: str
-    writer: Writer
-    optimizer_format: str | None
-    optimizer: str
-    model: Mapping[str, int | float | str]
-    training: Mapping[str, int | float | list[int | float]]
-    bytes_on_disk: int
-    bytes_by_kind: Mapping[str, int]
-    files: tuple[StoredFile, ...]
-    silent_ranks: tuple[int, ...]
-    why_silent: str
-    resumptions: tuple[Resumption, ...]
-    sidecar: bool
-    sidecar_problem: str | None
-    tensors: tuple[StoredTensor, ...]
-    buffers: tuple[BufferMap, ...]
-    stages: tuple[Stage, ...] = ()
-    account: Account = field(default_factory=Account)
-    described_by: str = ""
-    unbelieved: tuple[str, ...] = ()
-    data: Mapping[str, str] = field(default_factory=dict)
 
 
 def inspect(

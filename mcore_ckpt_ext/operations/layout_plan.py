@@ -30,6 +30,7 @@ from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.versions import has_job, stock_resumes, writer_of
 from mcore_ckpt_ext.versions import Version
 
@@ -89,11 +90,13 @@ class PlannedLayout:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class LayoutPlan:
+@dataclass(frozen=True, repr=False)
+class LayoutPlan(ShortRepr):
     """The result of `plan`.
 
     Attributes:
+        path: the folder of the checkpoint.
+        gpus: the number of GPUs for which layouts are listed.
         old_layout: the layout of the job that saved the checkpoint; empty without a job.
         megatron_version: the release that will run.
         megatron_version_source: where that number is from.

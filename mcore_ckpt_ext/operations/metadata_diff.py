@@ -25,7 +25,13 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class MetadataDifference:
-    """A difference outside of the tensors, which is reported but does not count for equality."""
+    """A difference outside of the tensors, which is reported but does not count for equality.
+
+    Attributes:
+        what: the property that differs.
+        a: its value in A, as text.
+        b: its value in B, as text.
+    """
 
     what: str
     a: str

@@ -37,7 +37,14 @@ _ABSENT = "none"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that a resume restores: its name, its values in A and B as text, and whether they match."""
+    """A setting that a resume restores.
+
+    Attributes:
+        name: its name.
+        a: its value in A, as text.
+        b: its value in B, as text.
+        equal: whether both values have the same effect.
+    """
 
     name: str
     a: str

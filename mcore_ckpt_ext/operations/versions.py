@@ -28,7 +28,13 @@ from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_versio
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """An observation, and the first and last release that it allows for the writer."""
+    """An observation that bounds the release of the writer.
+
+    Attributes:
+        what: what was observed.
+        first: the first release that writes so; empty if any may be the first.
+        last: the last release that writes so; empty if any may be the last.
+    """
 
     what: str
     first: str
@@ -37,9 +43,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Writer:
-    """The writer of a checkpoint: a version or range, the evidence, and the earliest release possible.
+    """The writer of a checkpoint.
 
-    `converted`: a conversion of this package wrote it, so that no rank of a job wrote any of its files.
+    Attributes:
+        version: the release of Megatron or a range of releases, or another program.
+        evidence: the observations from which it follows.
+        first: the earliest release possible.
+        converted: a conversion of this package wrote it, so that no rank of a job wrote any of its files.
     """
 
     version: str
@@ -50,7 +60,14 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A program that resumes a checkpoint with its optimizer, under which layouts, with a note."""
+    """A program that resumes a checkpoint with its optimizer.
+
+    Attributes:
+        who: the program.
+        versions: its releases, in words.
+        layouts: the layouts under which it does so, in words.
+        note: a condition or a warning; empty without one.
+    """
 
     who: str
     versions: str

@@ -29,12 +29,13 @@ _PREFIX = 40
 # Files by which run folders, distributed checkpoints, Hugging Face folders and canonical folders are recognized.
 _MARKS = (TRACKER_FILE, METADATA_FILE, "metadata.json", "config.json", "common.json")
 _MOST_BYTES = 1 << 12
-# Names of DeepSpeed's files (`_get_ckpt_name`, `_get_optimizer_ckpt_name`,
-# `_copy_recovery_script`, deepspeed/runtime/engine.py).
+# Names of DeepSpeed's files (`_get_ckpt_name`, `_get_optimizer_ckpt_name`, `_copy_recovery_script`, and
+# `save_checkpoint` for the file of a run folder that names its newest folder, deepspeed/runtime/engine.py).
 _OF_DEEPSPEED = re.compile(
     r"zero_to_fp32\.py|mp_rank_\d{2}_model_states\.pt|(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d{2}_\w+_states\.pt"
     r"|layer_\d{2,}-model_\d{2,}-model_states\.pt"
 )
+_LATEST_OF_DEEPSPEED = "latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,8 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
     """Return the error for a folder without a checkpoint; it names the content and a folder to use."""
     names = sorted(entry.name for entry in path.iterdir())
     iterations = list(iteration_folders(path).values())
-    if any(_OF_DEEPSPEED.fullmatch(name) for name in names):
+    newest = [entry.name for entry in path.glob("*/*")] if _LATEST_OF_DEEPSPEED in names else []
+    if any(_OF_DEEPSPEED.fullmatch(name) for name in (*names, *newest)):
         return _of_deepspeed(path)
     below = iterations[:1] or [path / name for name in names if _looks_like_checkpoint(path / name)]
     return UnreadableCheckpointError(

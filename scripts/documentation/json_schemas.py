@@ -21,7 +21,7 @@ from mcore_ckpt_ext.errors import DETAILS
 from mcore_ckpt_ext.operations.check_results import VerificationResult
 from mcore_ckpt_ext.operations.comparison_result import Comparison
 from mcore_ckpt_ext.operations.conversion import Report as ConversionReport
-from mcore_ckpt_ext.operations.inspection import Inspection
+from mcore_ckpt_ext.operations.inspection_result import Inspection
 from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.selftest.report import Report as SelfTestReport
@@ -41,11 +41,18 @@ _PLAIN: dict[Any, dict[str, Any]] = {
     type(None): {"type": "null"}, Path: {"type": "string"}, Any: {},
 }  # fmt: skip
 
+_OF_DETAILS = {
+    "found": "the value that is wrong; null without one",
+    "expected": "what is expected in its place; null if nothing can be said",
+    "where": "the file, tensor or setting; null if it is the command as a whole",
+    "hint": "what to do; null without advice",
+}
+
 
 def schema_of(command: str) -> dict[str, Any]:
     """Return the schema of a command's `--json` output, from the classes of its results."""
     results = [_result(command, kind) for kind in RESULTS[command]]
-    details = {name: _type(str | None) for name in DETAILS}
+    details = {name: {**_type(str | None), "description": _OF_DETAILS[name]} for name in DETAILS}
     kind = {"type": "string", "description": "the name of the error's class"}
     error = _closed({"kind": kind, "message": {"type": "string", "description": "what is wrong"}, **details})
     error["description"] = "why the command came to no result"

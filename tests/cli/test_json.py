@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,24 @@ def test_ids_are_unique_and_those_of_the_documentation() -> None:
 
 def test_every_command_has_a_schema() -> None:
     assert RESULTS.keys() == COMMANDS.keys()
+
+
+def _undescribed(schema: object, path: str = "") -> Iterator[str]:
+    """Yield the properties of a schema, and of schemas within it, that have no description."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _undescribed(item, path)
+    elif isinstance(schema, dict):
+        for name, value in schema.get("properties", {}).items():
+            if "description" not in value:
+                yield f"{path}.{name}"
+        for name, value in schema.items():
+            yield from _undescribed(value, path if name in ("properties", "anyOf", "items") else f"{path}.{name}")
+
+
+@pytest.mark.parametrize("command", RESULTS)
+def test_each_property_is_described(command: str) -> None:
+    assert list(_undescribed(schema_of(command))) == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)

@@ -17,7 +17,8 @@ from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, TensorDifference
-from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.inspection_result import Inspection, StoredTensor
 from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal

@@ -14,7 +14,8 @@ from mcore_ckpt_ext.cli import output
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.output import table
 from mcore_ckpt_ext.cli.terminal import fitted
-from mcore_ckpt_ext.operations.inspection import Inspection, StoredFile, inspect
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.inspection_result import Inspection, StoredFile
 from tests.harness.checkpoints import fixture_named
 
 FILES = 1024

@@ -32,6 +32,7 @@ def test_a_region_is_read_by_slices_and_by_offsets(checkpoint: CheckpointView) -
     [
         (slice(0, 4, 2),),
         (0, 1),
+        slice(0.5, 2.0),
         "all",
         (slice(None),) * 3,
         mcore_ckpt_ext.Region(MATRIX, (0,), (1,)),
@@ -52,6 +53,11 @@ def test_an_unknown_tensor_names_similar_ones(checkpoint: CheckpointView) -> Non
     assert not str(caught.value).startswith(("'", '"'))
 
 
+def test_a_name_that_is_no_text_is_a_mistake(checkpoint: CheckpointView) -> None:
+    with pytest.raises(TypeError, match="takes a kind and a name, both str; not 'weight', 5"):
+        checkpoint.tensor("weight", 5)  # type: ignore[arg-type]
+
+
 def test_an_unknown_kind_is_a_mistake(checkpoint: CheckpointView) -> None:
     with pytest.raises(mcore_ckpt_ext.UnknownNameError, match="no such kind.*found: exp; expected: weight or "):
         checkpoint.names("exp")
@@ -63,6 +69,21 @@ def test_an_unknown_kind_is_a_mistake(checkpoint: CheckpointView) -> None:
 def test_a_checkpoint_is_printed_in_a_line(checkpoint: CheckpointView) -> None:
     assert repr(checkpoint) == f"<Checkpoint torch_dist, iteration {checkpoint.iteration}, {checkpoint.folder}>"
     assert len(repr(checkpoint.tensor("weight", MATRIX))) < 200
+
+
+def test_results_are_printed_on_a_screen(tmp_path: Path) -> None:
+    run = fixture_named("p01").run
+    results = [
+        mcore_ckpt_ext.inspect(run),
+        mcore_ckpt_ext.verify(run),
+        mcore_ckpt_ext.compare(run, run),
+        mcore_ckpt_ext.plan(run, 8),
+        mcore_ckpt_ext.convert(run, tmp_path / "out", "torch_dist", dry_run=True),
+        mcore_ckpt_ext.choose_layout(run, 4),
+    ]
+    for result in results:
+        assert repr(result).startswith(f"{type(result).__name__}(")
+        assert len(repr(result)) < 2500, repr(result)
 
 
 def test_a_conversion_accepts_the_name_of_a_format(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations import versions
-from mcore_ckpt_ext.operations.inspection import Inspection, inspect
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.inspection_result import Inspection
 from tests.harness.checkpoints import CORRUPTED, INTACT, Fixture, fixture_named
 
 # A page, a script or a colleague's program may rely on these: a change is a new number in `inspection.SCHEMA`.

@@ -11,7 +11,8 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.operations.inspection import Inspection, inspect
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.inspection_result import Inspection
 from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import CORRUPTED, FIXTURES, Fixture, fixture_named

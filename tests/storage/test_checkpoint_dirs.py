@@ -132,6 +132,8 @@ def test_one_rule_says_which_checkpoint_is_the_newest(
     assert not takes_another_kind(str(run), Namespace(non_persistent_ckpt_type=None))
     main(["inspect", str(run)])
     assert (str(newer) in capsys.readouterr().err) == is_taken
+    main(["diff", str(run / f"iter_000000{persistent}"), str(run), "--kinds", "weight"])
+    assert (str(newer) in capsys.readouterr().err) == is_taken
     main(["inspect", str(run / f"iter_000000{persistent}")])
     assert str(newer) not in capsys.readouterr().err
 
@@ -148,8 +150,11 @@ def test_a_file_is_distinguished_from_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [
     "zero_to_fp32.py", "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt",
     "zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt",
+    "global_step5/mp_rank_00_model_states.pt",
 ])  # fmt: skip
 def test_a_folder_of_deepspeed_is_recognized_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"")
+    (tmp_path / "latest").write_text("global_step5")
     with pytest.raises(UnreadableCheckpointError, match="DeepSpeed wrote this folder.*zero_to_fp32.py"):
         open_checkpoint(tmp_path)
