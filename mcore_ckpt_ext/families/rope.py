@@ -127,7 +127,8 @@ def rope(
     Args:
         theta: default of `rope_theta` in Hugging Face's class.
         partial: default for the part of a head that is rotated; None if the family always rotates whole heads.
-        width: key in old folders for the size of the rotated part, if any.
+        width: key for the size of the rotated part, if any. vLLM and Megatron-Bridge 0.6.2 read no other of MiniMax-M2
+            (`rotary_dim` in their minimax_m2.py and minimax_m2_bridge.py).
         interleaved: adjacent elements are rotated together, instead of halves.
         ignored: further keys that have no effect.
         scaling: default scaling of the class.
@@ -136,15 +137,19 @@ def rope(
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         scaling = _scaling_to_config(arguments) or ({"rope_type": "default"} if unscaled else None)
-        part = {} if partial is None else {"partial_rotary_factor": arguments.rotary_percent}
+        part = {} if partial is None else {_PART: arguments.rotary_percent}
+        if width:
+            part[width] = round(arguments.rotary_percent * arguments.kv_channels)
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         by_default = scaling is not None and not any(config.get(key) for key in _NESTED)
         explicit = {**config, "rope_scaling": scaling} if by_default else config
         parameters = rope_parameters(explicit, theta, ignored, dynamic=True)
-        if width in config:
-            parameters.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
+        if width and config.get(width) is not None:
+            of_width = config[width] / config["head_dim"]
+            if parameters.setdefault(_PART, of_width) != of_width:
+                raise contradictory(width, config[width], f"{_PART} {parameters[_PART]} of {config['head_dim']}")
         kind, part = parameters["rope_type"], parameters.get("partial_rotary_factor", partial or 1.0)
         arguments = {
             "position_embedding_type": "rope",
