@@ -74,6 +74,6 @@ class OLMoE(FullWidthQKNorm):
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
         return [
-            "train it with tensor_model_parallel_size 1: Megatron-Bridge builds the norms of all queries and keys on "
-            "each tensor-parallel rank, which holds a part of them"
+            "Megatron-Bridge trains it with tensor_model_parallel_size 1 only: it builds the norms of all queries and "
+            "keys on each tensor-parallel rank, which holds a part of them"
         ]

@@ -319,10 +319,15 @@ def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) ->
     return (attention_factor * _scale(factor, kept) - 1.0) / (0.1 * log(factor)), kept
 
 
-def dynamic_notices(config: Config, arguments: ModelArguments) -> list[str]:
-    """Return the notice for a model whose RoPE changes its base for longer texts; empty for others."""
+def rope_notices(config: Config, arguments: ModelArguments) -> list[str]:
+    """Return notices for a model whose RoPE changes its base for longer texts, or needs Megatron 0.19."""
     kinds = [given.get("rope_type", given.get("type")) for key in _NESTED if isinstance(given := config.get(key), dict)]
-    return [exact_up_to(arguments, "changes the base of RoPE (dynamic scaling)")] if "dynamic" in kinds else []
+    notes = [exact_up_to(arguments, "changes the base of RoPE (dynamic scaling)")] if "dynamic" in kinds else []
+    if arguments.position_embedding_type == "yarn":
+        notes.append("--position-embedding-type yarn is of Megatron 0.19 and later")
+    if arguments.rotary_seq_len_interpolation_factor:
+        notes.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
+    return notes
 
 
 def exact_up_to(arguments: ModelArguments, what: str) -> str:

@@ -67,3 +67,12 @@ def test_a_model_of_which_autobridge_makes_another_is_named(
 ) -> None:
     report = convert(models[name], tmp_path / "run", TorchDist(loop="bridge"))
     assert any("not by AutoBridge" in note for note in report.notes) == differs
+
+
+def test_other_kinds_of_layers_than_nets_and_attention_are_named() -> None:
+    kinds = ["linear_attention", "sliding_attention"]
+    family, config = _family_and_config("qwen3_5", layer_types=kinds * 2)
+    with pytest.raises(UnsupportedCheckpointError, match="found: sliding_attention; expected"):
+        family.arguments(config)
+    with pytest.raises(UnsupportedCheckpointError, match="found: 1 kind for 4 layers; expected"):
+        family.arguments({**config, "layer_types": kinds[:1]})
