@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt_ext.families.common_settings import experts_everywhere
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.job.arguments.conditions import WITH_DELTA_NET, WITH_SPARSE
+from mcore_ckpt_ext.job.arguments.conditions import WITH_DELTA_NET, WITH_PATTERN, WITH_SPARSE
 from mcore_ckpt_ext.job.arguments.row import Argument, BridgeField
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS, ROWS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, is_gated
@@ -23,6 +24,15 @@ _LAYERS_OF_VARIANTS = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
+
+# The function that builds each layer by what it contains: latent attention, experts in some layers
+# (deepseek/deepseek_v3_bridge.py and glm/glm45_bridge.py). The default builds all alike, without latent attention.
+_LAYERS_BY_CONTENT = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
+
+# Families whose rotated part of a head AutoBridge takes from `partial_rotary_factor` of the configuration's object
+# (`CONFIG_MAPPING`, conversion/model_bridge.py of 0.6.2 and commit 067f987d). Since 5.0, transformers moves that key
+# into `rope_parameters` (`convert_rope_params_to_dict`), also when it reads released folders.
+_WITH_MOVED_FACTOR = ("glm4_moe", "nemotron", "qwen3_next")
 
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
 _EXACT_GELU = "torch.nn.functional.gelu"
@@ -62,6 +72,16 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
     return {name: value for name, value in model.items() if name not in family.bridge_lacks}
 
 
+def import_notices(family: Family, arguments: ModelArguments) -> list[str]:
+    """Return the notice for a model of which Bridge's AutoBridge builds another one."""
+    if family.model_type not in _WITH_MOVED_FACTOR or arguments.rotary_percent == 1.0:
+        return []
+    return [
+        "build the model from run_config.yaml, not by AutoBridge: with transformers 5, that of Megatron-Bridge 0.6.2 "
+        f"rotates whole heads (rotary_percent 1.0), and this model a part of {arguments.rotary_percent}"
+    ]
+
+
 def model_fields(arguments: ModelArguments) -> dict[str, Any]:
     """Return the fields that all model classes have, for a layout of one rank."""
     model = {
@@ -71,6 +91,12 @@ def model_fields(arguments: ModelArguments) -> dict[str, Any]:
     }
     if any(variant.holds(arguments.get) for variant in (WITH_DELTA_NET, WITH_SPARSE)):
         model["transformer_layer_spec"] = _named(_LAYERS_OF_VARIANTS)
+    elif _layers_differ_from_default(arguments):
+        model["transformer_layer_spec"] = {
+            "_target_": _LAYERS_BY_CONTENT,
+            "_partial_": True,
+            "use_transformer_engine": True,
+        }
     return model | {
         "activation_func": _named(_activation(arguments)),
         "gated_linear_unit": is_gated(arguments),
@@ -81,6 +107,12 @@ def model_fields(arguments: ModelArguments) -> dict[str, Any]:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
+
+
+def _layers_differ_from_default(arguments: ModelArguments) -> bool:
+    if WITH_PATTERN.holds(arguments.get):
+        return False
+    return bool(arguments.multi_latent_attention or (arguments.num_experts and not experts_everywhere(arguments)))
 
 
 def _is_written(field: BridgeField, row: Argument[Any, Any], arguments: ModelArguments) -> bool:

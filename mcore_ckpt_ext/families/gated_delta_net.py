@@ -13,6 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Piece, Rule
@@ -110,7 +111,9 @@ def _layers() -> Setting:
         kinds = config.get("layer_types")
         linear_layers = usual if kinds is None else [kind == _LINEAR for kind in kinds]
         if len(linear_layers) != len(layers) or not {*(kinds or ())} <= {_LINEAR, _FULL}:
-            raise unrepresentable("layer_types", kinds, f"{_LINEAR} or {_FULL}, for each layer")
+            others = ", ".join(sorted({str(kind) for kind in kinds or ()} - {_LINEAR, _FULL}))
+            counts = f"{counted(len(linear_layers), 'kind')} for {counted(len(layers), 'layer')}"
+            raise unrepresentable("layer_types", others or counts, f"{_LINEAR} or {_FULL}, for each layer")
         return {
             "linear_attention_freq": interval if linear_layers == usual else [int(linear) for linear in linear_layers]
         }

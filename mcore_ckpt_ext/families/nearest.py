@@ -28,6 +28,7 @@ from mcore_ckpt_ext.families.unsupported import (
 )
 
 _NEAREST = 3
+_OPTIONAL = "mtp."  # parameters of multi-token prediction layers, which most folders lack
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks|block)\.#\.")
 _OF_HEADS = re.compile(r"(q|k|query|key|q_a|kv_a|value|v)_?(layer)?_?norm|inner_attn|(attn|attention|mixer)\.norm")
 
@@ -83,7 +84,8 @@ def nearest_families(config: Mapping[str, Any], names: Collection[str], families
         keys = sorted(present - family.mapped_keys)
         tensors = sorted(_unexplained(kinds, family))
         absent = {key for setting in family.settings for key in setting.keys} - config.keys()
-        without = _kinds_of(family.rules) - kinds if kinds else set()
+        required = _kinds_of(rule for rule in family.rules if not rule.megatron.startswith(_OPTIONAL))
+        without = required - kinds if kinds else set()
         ranked.append((len(keys) + len(tensors) + len(without), len(absent), Nearest(family, keys, tensors)))
     ranked.sort(key=lambda entry: entry[:2])
     return [nearest for _, _, nearest in ranked[:_NEAREST]]

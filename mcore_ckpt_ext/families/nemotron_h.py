@@ -207,7 +207,7 @@ class NemotronH(Family):
     model_type = "nemotron_h"
     architecture = "NemotronHForCausalLM"
     needs_engine = True
-    bridge_provider = "nemotronh.nemotron_h_provider.NemotronHModelProvider"
+    bridge_provider = "mamba.mamba_provider.MambaModelProvider"  # 0.6.2 has no class of its own
     bridge_lacks = ("rope_scaling", "rope_scaling_factor")
     rules = RULES
     read_rules = tuple(

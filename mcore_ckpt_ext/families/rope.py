@@ -127,7 +127,8 @@ def rope(
     Args:
         theta: default of `rope_theta` in Hugging Face's class.
         partial: default for the part of a head that is rotated; None if the family always rotates whole heads.
-        width: key in old folders for the size of the rotated part, if any.
+        width: key for the size of the rotated part, if any. vLLM and Megatron-Bridge 0.6.2 read no other of MiniMax-M2
+            (`rotary_dim` in their minimax_m2.py and minimax_m2_bridge.py).
         interleaved: adjacent elements are rotated together, instead of halves.
         ignored: further keys that have no effect.
         scaling: default scaling of the class.
@@ -136,15 +137,19 @@ def rope(
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         scaling = _scaling_to_config(arguments) or ({"rope_type": "default"} if unscaled else None)
-        part = {} if partial is None else {"partial_rotary_factor": arguments.rotary_percent}
+        part = {} if partial is None else {_PART: arguments.rotary_percent}
+        if width:
+            part[width] = round(arguments.rotary_percent * arguments.kv_channels)
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         by_default = scaling is not None and not any(config.get(key) for key in _NESTED)
         explicit = {**config, "rope_scaling": scaling} if by_default else config
         parameters = rope_parameters(explicit, theta, ignored, dynamic=True)
-        if width in config:
-            parameters.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
+        if width and config.get(width) is not None:
+            of_width = config[width] / config["head_dim"]
+            if parameters.setdefault(_PART, of_width) != of_width:
+                raise contradictory(width, config[width], f"{_PART} {parameters[_PART]} of {config['head_dim']}")
         kind, part = parameters["rope_type"], parameters.get("partial_rotary_factor", partial or 1.0)
         arguments = {
             "position_embedding_type": "rope",
@@ -314,10 +319,15 @@ def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) ->
     return (attention_factor * _scale(factor, kept) - 1.0) / (0.1 * log(factor)), kept
 
 
-def dynamic_notices(config: Config, arguments: ModelArguments) -> list[str]:
-    """Return the notice for a model whose RoPE changes its base for longer texts; empty for others."""
+def rope_notices(config: Config, arguments: ModelArguments) -> list[str]:
+    """Return notices for a model whose RoPE changes its base for longer texts, or needs Megatron 0.19."""
     kinds = [given.get("rope_type", given.get("type")) for key in _NESTED if isinstance(given := config.get(key), dict)]
-    return [exact_up_to(arguments, "changes the base of RoPE (dynamic scaling)")] if "dynamic" in kinds else []
+    notes = [exact_up_to(arguments, "changes the base of RoPE (dynamic scaling)")] if "dynamic" in kinds else []
+    if arguments.position_embedding_type == "yarn":
+        notes.append("--position-embedding-type yarn is of Megatron 0.19 and later")
+    if arguments.rotary_seq_len_interpolation_factor:
+        notes.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
+    return notes
 
 
 def exact_up_to(arguments: ModelArguments, what: str) -> str:

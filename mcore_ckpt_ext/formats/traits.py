@@ -64,6 +64,10 @@ class FormatTraits:
         """Return the content of `run_config.yaml` for Megatron-Bridge; None for a Megatron checkpoint."""
         return None
 
+    def bridge_notices(self) -> list[str]:
+        """Return notices for users of that content."""
+        return []
+
     @property
     def fit(self) -> Fit | None:
         """The model's family and arguments if the format itself determines them, else None."""

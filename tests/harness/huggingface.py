@@ -110,9 +110,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "arcee": _configured("ArceeConfig", **_SIZES),
     "minimax_m2": _configured(
         "MiniMaxM2Config", **_SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
-        rope_parameters={"rope_theta": 5000000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        rope_theta=5000000.0, rotary_dim=8,
     ),
-    "olmoe": _configured("OlmoeConfig", **_SIZES, num_experts=4, num_experts_per_tok=2),
+    "olmoe": _configured("OlmoeConfig", **{**_SIZES, "num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=2),
     "gpt_oss": _configured(
         "GptOssConfig", **_SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
     ),

@@ -64,8 +64,8 @@ SHOWN: dict[str, Shown] = {
     "glm4_moe_lite": Shown("glm4_moe_lite", _EXPERTS),
     "internlm3": Shown("internlm3", _DENSE),
     "gemma3": Shown("gemma3_text", bridge=("TP2",)),
-    "minimax_m2": Shown("minimax_m2"),
-    "olmoe": Shown("olmoe"),
+    "minimax_m2": Shown("minimax_m2", bridge=("TP2",)),
+    "olmoe": Shown("olmoe", bridge=("TP1",)),  # its norms are whole on each rank
     "gemma2": Shown("gemma2", bridge=("TP2",)),
     "gemma": Shown("gemma", engine=("TP2",)),  # as Megatron-Bridge configures it
     "stablelm": Shown("stablelm", ("TP2",)),

@@ -268,7 +268,7 @@ def test_nemotron_h_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_pa
         joined = torch.cat([checkpoint.tensor("weight", part).read() for part in ours])
         assert torch.equal(joined, stored[f"backbone.layers.3.mixer.{name}"]), name
     section = json.loads((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
-    assert section["_target_"].endswith("nemotron_h_provider.NemotronHModelProvider")
+    assert section["_target_"].endswith("mamba_provider.MambaModelProvider")
     assert section["hybrid_override_pattern"] == "M-*ME"
     assert (section["mamba_num_heads"], section["num_moe_experts"]) == (8, 4)
     model = AutoModelForCausalLM.from_pretrained(models["nemotron_h"])

@@ -295,7 +295,7 @@ IN_OTHER_WORDS = {
     "GLM-5": {"head_dim", "qk_head_dim", "rope_parameters"},
     "InternLM3 8B": {"bias", "qkv_bias"},
     "Gemma 3 27B": {"rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern"},
-    "MiniMax-M2": {"rotary_dim", "shared_intermediate_size"},
+    "MiniMax-M2": {"shared_intermediate_size"},
 }  # fmt: skip
 SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2", "DeepSeek-V3.2"}
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.nearest import deciding_traits
-from mcore_ckpt_ext.families.recognition import family_of_config
+from mcore_ckpt_ext.families.nearest import deciding_traits, nearest_families
+from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
 from mcore_ckpt_ext.formats.hugging_face.model import described_model
 from tests.harness.huggingface import CONFIGS, tensors
 
@@ -74,3 +74,11 @@ def test_features_that_megatron_lacks_are_named_for_every_model_type(
 def test_supported_models_have_no_unsupported_feature(name: str, models: dict[str, Path]) -> None:
     config = json.loads((models[name] / "config.json").read_text())
     assert deciding_traits(config, tensors(models[name])) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "deepseek_v3"])
+def test_layers_for_further_tokens_may_be_absent(name: str, models: dict[str, Path]) -> None:
+    """Most folders have none: without them the family that has all names is the nearest still."""
+    config = json.loads((models[name] / "config.json").read_text())
+    nearest, *_ = nearest_families(config, tensors(models[name]), FAMILIES)
+    assert str(nearest).endswith(", by names")

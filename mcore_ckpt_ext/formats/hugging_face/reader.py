@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, join_some, with_indefinite_article
-from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.bridge import import_notices, run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, without_flag
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.recognition import Fit
-from mcore_ckpt_ext.families.rope import dynamic_notices
+from mcore_ckpt_ext.families.rope import rope_notices
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
 from mcore_ckpt_ext.formats.hugging_face.duplicates import same_bytes
@@ -280,7 +280,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
         notes = [f"model family: {self.family.described}"] if self.family.origin else []
-        notes += [*self.family.notices(self.model), *dynamic_notices(self.config, self.model)]
+        notes += [*self.family.notices(self.model), *rope_notices(self.config, self.model)]
         notes += [*self._neutral.notices(self.family.mapped_keys), *chosen_family_notes(self.family, self.config)]
         if self.whole:
             text = f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}"
@@ -310,10 +310,6 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 "1e-6, so check config.json"
             )
         notes += self.with_uncommon_dtype()
-        if self.model.position_embedding_type == "yarn":
-            notes.append("--position-embedding-type yarn is of Megatron 0.19 and later")
-        if self.model.rotary_seq_len_interpolation_factor:
-            notes.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
         return notes + self._stale
 
     @property
@@ -344,6 +340,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @override
     def run_config(self) -> str:
         return run_config(self.family, complete(self.arguments))
+
+    @override
+    def bridge_notices(self) -> list[str]:
+        return import_notices(self.family, self.model)
 
     def extra_states(self) -> Mapping[str, Any]:
         """Return the extra states of new modules, which Megatron requires."""

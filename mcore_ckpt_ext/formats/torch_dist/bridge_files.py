@@ -64,7 +64,7 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
         kept, emptied = harmless(run_config)
         return kept, [f"left out of {RUN_CONFIG}: {place}, which Megatron-Bridge would run" for place in emptied]
     # These modules import all families, which takes as long as writing a small checkpoint.
-    from mcore_ckpt_ext.families.bridge import bridge_model, model_fields
+    from mcore_ckpt_ext.families.bridge import bridge_model, import_notices, model_fields
     from mcore_ckpt_ext.families.recognition import family_of_megatron
 
     tokenizer = {"tokenizer": {"vocab_size": checkpoint.tokens}} if checkpoint.tokens else {}
@@ -86,7 +86,8 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
         if not section:
             return {"model": {}, **tokenizer}, [*notes, f"{RUN_CONFIG} does not describe the model: {error}"]
         return {"model": {**section, **rows}, **tokenizer}, notes
-    return {"model": {**bridge_model(fit.family, fit.arguments), **rows}, **tokenizer}, []
+    described = {**bridge_model(fit.family, fit.arguments), **rows}
+    return {"model": described, **tokenizer}, import_notices(fit.family, fit.arguments)
 
 
 def train_state(checkpoint: CheckpointView) -> bytes:

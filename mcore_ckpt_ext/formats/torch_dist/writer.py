@@ -335,7 +335,8 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
     version, expert = version_number(target.megatron_version), target.expert_model_parallel_size
     has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
     written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
-    output = with_notes(written.output(), [*note_on(changes)])
+    of_bridge = checkpoint.format_reader.bridge_notices() if target.for_bridge else []
+    output = with_notes(written.output(), [*note_on(changes), *of_bridge])
     if (stored_config := checkpoint.format_reader.run_config()) is not None:
         output = with_files(output, small_file(RUN_CONFIG, stored_config.encode()))
     elif target.for_bridge:
