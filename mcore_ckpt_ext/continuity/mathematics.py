@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import (
-    AVERAGES_BY_CONTEXT_RANK,
-    SCALES_BALANCE_BY_RANK,
-)
+from mcore_ckpt_ext.job.releases import AVERAGES_BY_CONTEXT_RANK, SCALES_BALANCE_BY_RANK
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.versions import Version
 
@@ -160,6 +157,7 @@ DEPENDENCIES = (
         DEFECT,
         f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
         lambda job: bool(job.raw.get("calculate_per_token_loss")) and _balances(job, _BALANCES),
+        "2.5e-2 of the loss or the gradient norm (coefficient 1, core_v0.16.1)",
         releases=SCALES_BALANCE_BY_RANK.is_of,
     ),
     Dependency(
@@ -198,7 +196,7 @@ DEPENDENCIES = (
         "megatron/core/transformer/dot_product_attention.py and megatron/core/tensor_parallel/layers.py, "
         "`param_is_not_tensor_parallel_duplicate`",
         lambda job: job.raw.get("softmax_type") == "learnable" and _number(job, "clip_grad", 1.0) > 0,
-        "below 1e-7 at the start of training",
+        "3.6e-1 of the gradient norm of sinks alone; below 1e-7 beside all others at the start of training",
     ),
     Dependency(
         "gated delta nets without --sequence-parallel",
@@ -234,7 +232,7 @@ DEPENDENCIES = (
         lambda job: True,
     ),
 )
-"""All that depends on the layout. Label smoothing, over the rows of one rank, has no argument in Megatron's scripts."""
+"""All that depends on the layout. Label smoothing has no argument in Megatron's scripts."""
 
 
 @dataclass(frozen=True)

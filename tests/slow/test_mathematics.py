@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from same_training import FEATURES, largest_difference
+import same_training
+from megatron_on_cpu import train_only
+from same_training import FEATURES, PLUGINS, TRAINED, largest_difference
 
 from tests.harness.checkouts import only_for
-from tests.harness.jobs import RANK_SCRIPTS, SAVED
+from tests.harness.jobs import SAVED
 from tests.harness.layouts import CONTEXT, SEQUENCE, Layout, expert_sizes
 from tests.harness.turns import Results, Turn, run_in_turn
 
@@ -39,6 +41,8 @@ CASES = {
     ("experts, capacity factor 0.5", "micro batch 2"): False,
     ("experts, seq_aux_loss", "TP 2, EP 2, ETP 1"): True,
     ("Muon, blockwise", "TP 2"): False,
+    ("attention sinks alone", "micro batch 2"): True,
+    ("attention sinks alone", "TP 2"): False,
 }
 """Features under a layout, and whether they then compute the same."""
 if "TEST_FEATURES" in os.environ:
@@ -58,14 +62,14 @@ def _train(folder: Path, cases: Mapping[tuple[str, str], bool], *, of_checkout: 
             folder / f"{feature}; {name if load else 'saved'}", layout, saves=not load,
             load=folder / load / "checkpoints" if load else None, until=SAVED + 2 if load else SAVED, precision=(),
             optimizer=optimizer, more=[*words, "--micro-batch-size", str(micro)],
+            environment={train_only.VARIABLE: TRAINED.get(feature, "")},
         )  # fmt: skip
 
     turns = []
     for feature in dict.fromkeys(feature for feature, _ in cases):
         names = ["same", *(name for other, name in cases if other == feature)]
         turns += [turn(feature, "same"), *(turn(feature, name, f"{feature}; saved") for name in names)]
-    plugins = [] if of_checkout else [RANK_SCRIPTS / "context_parallel.py", RANK_SCRIPTS / "uneven_masks.py"]
-    return run_in_turn(folder, turns, plugins, of_checkout=of_checkout)
+    return run_in_turn(folder, turns, () if of_checkout else PLUGINS, of_checkout=of_checkout)
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +94,11 @@ def test_balancing_losses_per_token_are_scaled_by_the_ranks_in_earlier_releases(
     results = _train(tmp_path, OF_0_16, of_checkout=True)
     for (feature, name), is_same in OF_0_16.items():
         assert (_difference(results, feature, name) < _ROUNDING) is is_same
+
+
+def test_the_program_shows_what_the_tests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: same_training.LAYOUTS[name] for name in ("same", "micro batch 2")}
+    monkeypatch.setattr(same_training, "LAYOUTS", few)
+    differences = dict(same_training.measured("experts, aux_loss", tmp_path))
+    assert differences["same"] == 0.0
+    assert differences["micro batch 2"] == pytest.approx(2.4e-3, rel=0.05)
