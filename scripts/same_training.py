@@ -58,6 +58,7 @@ PLUGINS = (launch.CONTEXT_PARALLEL, launch.UNEVEN_MASKS, launch.TRAIN_ONLY)
 """Plugins of all jobs; each changes only the jobs that it is for."""
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --disable-bias-linear"
 BALANCED = f"{_EXPERTS} --moe-aux-loss-coeff 1.0"
+_PREDICTING = "--mtp-num-layers 1 --position-embedding-type rope"
 _MUON = "--optimizer muon --muon-tp-mode"
 FEATURES = {
     "GPT": "",
@@ -68,7 +69,9 @@ FEATURES = {
     "attention sinks alone": "--softmax-type learnable",
     "latent attention": "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm",
-    "multi-token prediction": "--mtp-num-layers 1 --position-embedding-type rope",
+    "multi-token prediction": _PREDICTING,
+    "multi-token prediction, masked losses": f"{_PREDICTING} --eod-mask-loss",
+    "multi-token prediction, masked losses, per token": f"{_PREDICTING} --eod-mask-loss --calculate-per-token-loss",
     "experts, aux_loss": BALANCED,
     "experts, aux_loss, per token": f"{BALANCED} --calculate-per-token-loss",
     "experts, seq_aux_loss": f"{BALANCED} --moe-router-load-balancing-type seq_aux_loss",

@@ -7,7 +7,7 @@ for a part.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from megatron_on_cpu import train_only
 from same_training import FEATURES, PLUGINS, TRAINED, largest_difference
 
 from tests.harness.checkouts import only_for
-from tests.harness.jobs import SAVED
+from tests.harness.jobs import MAMBA_KERNELS, SAVED
 from tests.harness.layouts import CONTEXT, SEQUENCE, Layout, expert_sizes
 from tests.harness.turns import Results, Turn, run_in_turn
 
@@ -49,14 +49,22 @@ if "TEST_FEATURES" in os.environ:
     CASES = {case: is_same for case, is_same in CASES.items() if case[0] in os.environ["TEST_FEATURES"].split(";")}
 OF_0_16 = {("experts, aux_loss, per token", "TP 2"): False}
 """The same, of a defect of core_v0.12.0 to 0.18.2."""
+MAMBA = (
+    "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 8 --position-embedding-type none "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--spec hybrid_layers stack_with_norms --hybrid-layer-pattern M*M-M*"
+)
+"""A hybrid model with the layer spec of the tests; its norms and scans are those of `mamba_kernels.py`."""
 
 
-def _train(folder: Path, cases: Mapping[tuple[str, str], bool], *, of_checkout: bool = False) -> Results:
+def _train(
+    folder: Path, cases: Mapping[tuple[str, str], bool], plugins: Sequence[Path] = (), *, of_checkout: bool = False
+) -> Results:
     """Train each feature for four iterations, then resume it for two under its own layout and under others."""
 
     def turn(feature: str, name: str, load: str = "") -> Turn:
         layout, micro = LAYOUTS[name]
-        words = FEATURES[feature].split()
+        words = FEATURES.get(feature, MAMBA).split()
         optimizer = () if "--optimizer" in words else ("--use-distributed-optimizer",)
         return Turn(
             folder / f"{feature}; {name if load else 'saved'}", layout, saves=not load,
@@ -69,12 +77,12 @@ def _train(folder: Path, cases: Mapping[tuple[str, str], bool], *, of_checkout: 
     for feature in dict.fromkeys(feature for feature, _ in cases):
         names = ["same", *(name for other, name in cases if other == feature)]
         turns += [turn(feature, "same"), *(turn(feature, name, f"{feature}; saved") for name in names)]
-    return run_in_turn(folder, turns, () if of_checkout else PLUGINS, of_checkout=of_checkout)
+    return run_in_turn(folder, turns, plugins, of_checkout=of_checkout)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return _train(tmp_path_factory.mktemp("mathematics"), CASES)
+    return _train(tmp_path_factory.mktemp("mathematics"), CASES, PLUGINS)
 
 
 def _difference(results: Results, feature: str, name: str) -> float:
@@ -87,6 +95,13 @@ def _difference(results: Results, feature: str, name: str) -> float:
 @pytest.mark.parametrize(("feature", "name"), CASES)
 def test_the_computation_differs_where_the_table_says_so(results: Results, feature: str, name: str) -> None:
     assert (_difference(results, feature, name) < _ROUNDING) is CASES[feature, name]
+
+
+def test_mamba_layers_compute_the_same(tmp_path: Path) -> None:
+    cases = {("Mamba", "micro batch 2"): True, ("Mamba", "TP 2"): True}
+    results = _train(tmp_path, cases, [MAMBA_KERNELS])
+    for feature, name in cases:
+        assert 0 < _difference(results, feature, name) < _ROUNDING
 
 
 @only_for("0.16")
