@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed
-from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of, sizes_of_job
+from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of
+from mcore_ckpt_ext.continuity.sizes import sizes_of_job
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
