@@ -25,7 +25,7 @@ _RECORDED_BY_SWIFT = ("train_dataloader_shuffle", "data_sharding", "streaming")
 
 
 def loop_of(job: JobArguments) -> str:
-    """Return the training loop whose arguments say how it reads its data; empty for Megatron-LM and unknown ones."""
+    """Return the loop that says how it reads its data; empty for Megatron-LM and others."""
     if job.is_complete or job.is_set(PARTIAL):
         return ""
     if job.is_set(swift.MARK):
@@ -42,7 +42,7 @@ def loader_of(job: JobArguments) -> str:
 
 
 def changes_by_layout(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
-    """Yield why a loop reads in another order under another layout; nothing if it goes on in the same order.
+    """Yield why a loop reads in another order under another layout.
 
     Args:
         written: the arguments of the job that saved the checkpoint.
@@ -61,7 +61,7 @@ def changes_by_layout(written: JobArguments, running: JobArguments) -> Iterator[
 def _of_bridge(
     written: JobArguments, running: JobArguments, before: ReadingLayout, now: ReadingLayout
 ) -> Iterator[OrderChange]:
-    """Yield the changes of a loader of Megatron-Bridge: `single` and `batch` deal out whole global batches."""
+    """Yield the changes of a Bridge loader; two deal out whole global batches."""
     loader = written.dataloader_type
     if loader == "cyclic":
         yield from _of_random_sampler(written, before, now, is_sharded=before.is_sharded, source=_BRIDGE_SAMPLERS)
@@ -79,7 +79,7 @@ def _of_bridge(
 
 
 def _of_swift(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> Iterator[OrderChange]:
-    """Yield the changes of ms-swift's loader, which is always Megatron's random sampler, but for streams."""
+    """Yield the changes of ms-swift's loader: the random sampler, but for streams."""
     if written.raw.get("streaming"):
         yield OrderChange(
             f"the loader {loader_of(written)}", "a stream has no position in a checkpoint", verdict=UNKNOWN
@@ -99,7 +99,7 @@ def _of_swift(written: JobArguments, before: ReadingLayout, now: ReadingLayout) 
 def _of_random_sampler(
     written: JobArguments, before: ReadingLayout, now: ReadingLayout, *, is_sharded: bool, source: str
 ) -> Iterator[OrderChange]:
-    """Yield the change of Megatron's random sampler, which derives an epoch from the layout."""
+    """Yield the change of a sampler that derives an epoch from the layout."""
     if (before.data_parallel, before.micro_batch) == (now.data_parallel, now.micro_batch):
         return
     why, verdict = _SHARDED if is_sharded and before.data_parallel != now.data_parallel else _WHOLE

@@ -340,9 +340,7 @@ RESUMES_WITH_THIS_PACKAGE = Capability(
     since=Version(0, 16),
 )
 TORCH_IS_SUPPORTED = Capability(
-    "is recent enough for this package",
-    "torch/distributed/checkpoint; also `dependencies` of this package",
-    since=Version(2, 4),
+    "is recent enough for this package", "torch/distributed/checkpoint; also `dependencies`", Version(2, 4)
 )
 TORCH_LOADS_PLUGINS = Capability(
     "loads plugins at the end of its import",

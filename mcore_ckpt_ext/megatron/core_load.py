@@ -199,7 +199,7 @@ def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
     fits = all(agreed("looking at the checkpoint", lambda: _fits(session, request)))
 
     def inspect_here() -> tuple[LoadDecision, bool, DataOrder] | None:
-        """Return rank 0's decision, whether a load by Megatron has to be checked afterwards, and how data goes on."""
+        """Return rank 0's decision, if a load is to be checked afterwards, and the data's order."""
         if not is_first_rank() or not serves(optimizer):
             return None
         arguments = session.checkpoint.arguments

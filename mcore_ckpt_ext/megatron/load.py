@@ -165,8 +165,7 @@ class _Load:
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
         written = self._load.checkpoint.arguments
-        old = sizes_of_job(written)
-        new = sizes_of_job(self._load.running)
+        old, new = map(sizes_of_job, (written, self._load.running))
         if not written.is_complete or old == new:
             return ""
         return sentence_of(differences(self._load.running, old, new, megatron_version()))
