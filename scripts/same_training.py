@@ -5,25 +5,28 @@
 
 Each feature is trained for four iterations on CPU ranks, then resumed under the old layout and under others. Shown is
 the largest relative difference of loss and gradient norm in the next two iterations. Rounding stays below 2e-7;
-`fails` is a layout that Megatron does not accept, or cannot run on a CPU.
+`fails` is a layout that Megatron does not accept, or cannot run on a CPU. Masks leave out another number of tokens of
+each sample, and attention runs under context parallelism (plugins of `megatron_on_cpu`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_on_cpu import launch, toy_jobs
+from megatron_on_cpu import launch, record_losses, toy_jobs, train_only
 
 SAVED, LAST = 4, 6
 _LIMIT = 400
+_LOSSES = "losses.json"
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,16 @@ LAYOUTS = {
     "PP 2": Layout(4, pipeline=2),
     "CP 2": Layout(4, more="--context-parallel-size 2"),
     "EP 2": Layout(4, more="--expert-model-parallel-size 2"),
+    "TP 2, EP 2, ETP 1": Layout(
+        4, tensor=2, more="--sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    ),
 }
-"""The layouts under which each feature is resumed; `EP 2` only with experts."""
+"""The layouts under which each feature is resumed; those with `EP` only with experts."""
+PLUGINS = (launch.CONTEXT_PARALLEL, launch.UNEVEN_MASKS, launch.TRAIN_ONLY)
+"""Plugins of all jobs; each changes only the jobs that it is for."""
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --disable-bias-linear"
 BALANCED = f"{_EXPERTS} --moe-aux-loss-coeff 1.0"
+_PREDICTING = "--mtp-num-layers 1 --position-embedding-type rope"
 _MUON = "--optimizer muon --muon-tp-mode"
 FEATURES = {
     "GPT": "",
@@ -57,9 +66,12 @@ FEATURES = {
     "GPT, masked losses, per token": "--eod-mask-loss --calculate-per-token-loss",
     "SwiGLU, grouped queries": " ".join(toy_jobs.LLAMA),
     "attention sinks": "--softmax-type learnable",
+    "attention sinks alone": "--softmax-type learnable",
     "latent attention": "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm",
-    "multi-token prediction": "--mtp-num-layers 1 --position-embedding-type rope",
+    "multi-token prediction": _PREDICTING,
+    "multi-token prediction, masked losses": f"{_PREDICTING} --eod-mask-loss",
+    "multi-token prediction, masked losses, per token": f"{_PREDICTING} --eod-mask-loss --calculate-per-token-loss",
     "experts, aux_loss": BALANCED,
     "experts, aux_loss, per token": f"{BALANCED} --calculate-per-token-loss",
     "experts, seq_aux_loss": f"{BALANCED} --moe-router-load-balancing-type seq_aux_loss",
@@ -73,53 +85,70 @@ FEATURES = {
     "Muon, distributed": f"{_MUON} distributed",
 }
 """The features, as arguments of Megatron."""
+TRAINED = {"attention sinks alone": "softmax_offset"}
+"""Features that train only parameters with a part in their names; beside all others, their gradients are too small."""
 
 
-def run(layout: Layout, feature: str, until: int, folder: Path, load: Path | None, save: Path | None) -> Path | None:
-    """Run a job, and return the file with its losses; None if it failed."""
-    losses = folder / "losses.json"
+def run(name: str, layout: Layout, until: int, folder: Path, load: Path | None = None, *, saves: bool = False) -> bool:
+    """Run a job with a feature in its own folder, and return whether it succeeded."""
+    feature = FEATURES[name].split()
+    folder.mkdir()
     more = [
-        *feature.split(), *layout.more.split(), "--make-vocab-size-divisible-by", str(128 // layout.tensor),
+        *feature, *layout.more.split(), "--make-vocab-size-divisible-by", str(128 // layout.tensor),
         "--micro-batch-size", str(layout.micro_batch), "--exit-interval", str(until),
     ]  # fmt: skip
     optimizer = () if "--optimizer" in feature else ("--use-distributed-optimizer",)
     arguments = toy_jobs.tiny_gpt(
-        layout.tensor, layout.pipeline, iterations=20, save=save, save_interval=until, load=load, precision=(),
-        optimizer=optimizer, more=more,
+        layout.tensor, layout.pipeline, iterations=20, save=folder / "saved" if saves else None, save_interval=until,
+        load=load, precision=(), optimizer=optimizer, more=more,
     )  # fmt: skip
+    environment = {record_losses.FILE_VARIABLE: str(folder / _LOSSES), train_only.VARIABLE: TRAINED.get(name, "")}
     result = launch.run(
-        layout.ranks, launch.TRAIN_GPT, arguments, timeout=_LIMIT, log_file=folder / "log",
-        environment={"MEGATRON_ON_CPU_LOSSES": str(losses)},
+        layout.ranks, launch.TRAIN_GPT, arguments, timeout=_LIMIT, plugin_files=PLUGINS, log_file=folder / "log",
+        environment=environment,
     )  # fmt: skip
-    return losses if result.returncode == 0 else None
+    return result.returncode == 0
 
 
 def measured(name: str, folder: Path) -> Iterator[tuple[str, float | None]]:
     """Yield each layout, and the largest relative difference from the old one; None if it fails."""
-    feature, saved = FEATURES[name], folder / "saved"
-    if run(OLD, feature, SAVED, folder, None, saved) is None:
-        yield from ((layout, None) for layout in LAYOUTS)
-        return
-    base: Path | None = None
+    first, reference = folder / "first", folder / "reference"
+    has_saved = run(name, OLD, SAVED, first, saves=True) and run(name, OLD, LAST, reference, first / "saved")
     for label, layout in LAYOUTS.items():
-        if label == "EP 2" and "--num-experts" not in feature:
+        if "EP" in label and "--num-experts" not in FEATURES[name]:
             continue
-        losses = run(layout, feature, LAST, folder, saved, None)
-        if losses is None:
-            yield label, None
-            continue
-        base = base or losses
-        yield label, largest_difference(base, losses)
+        succeeded = has_saved and run(name, layout, LAST, folder / label, first / "saved")
+        yield label, largest_difference(reference / _LOSSES, folder / label / _LOSSES) if succeeded else None
 
 
 def largest_difference(base: Path, other: Path) -> float:
-    """Return the largest relative difference of losses and gradient norms after a resume, by the files of two jobs."""
-    records: list[dict[str, dict[str, float]]] = [
-        {step: values for step, values in json.loads(file.read_text()).items() if int(step) > SAVED}
-        for file in (base, other)
+    """Return the largest relative difference of losses and gradient norms after a resume, by the files of two jobs.
+
+    Raises:
+        ValueError: a file is compared with itself, or a number is not finite.
+    """
+    if base == other:
+        raise ValueError(f"{base} is compared with itself")
+    expected, actual = (json.loads(path.read_text()) for path in (base, other))
+    differences = [
+        abs(value / expected[step][key] - 1)
+        for step, values in actual.items()
+        if int(step) > SAVED
+        for key, value in values.items()
     ]
-    expected, found = records
-    return max(abs(values[key] / expected[step][key] - 1) for step, values in found.items() for key in values)
+    if not all(map(math.isfinite, differences)):
+        raise ValueError(f"{other} has numbers that are not finite, or {base} has")
+    return max(differences)
+
+
+def cells_of(differences: Mapping[str, float | None]) -> Iterator[str]:
+    """Yield the cells of a row: empty for layouts that were not run."""
+    for label in LAYOUTS:
+        if label not in differences:
+            yield ""
+        else:
+            size = differences[label]
+            yield "fails" if size is None else f"{size:.0e}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -133,12 +162,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if only not in name:
             continue
         folder = Path(tempfile.mkdtemp(prefix="same_training_"))
-        found = dict(measured(name, folder))
-        cells = (
-            "" if label not in found else "fails" if (size := found[label]) is None else f"{size:.0e}"
-            for label in LAYOUTS
-        )
-        print(f"| {name} |", " | ".join(cells), "|", flush=True)
+        print(f"| {name} |", " | ".join(cells_of(dict(measured(name, folder)))), "|", flush=True)
         shutil.rmtree(folder)
 
 

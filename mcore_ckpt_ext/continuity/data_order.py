@@ -10,6 +10,7 @@ from mcore_ckpt_ext.continuity.batch_sizes import BatchSize, indivisible_sizes
 from mcore_ckpt_ext.continuity.cyclic import HISTORY, ReadingLayout, as_argument, history_of
 from mcore_ckpt_ext.continuity.energon import loader_changes, redistribution
 from mcore_ckpt_ext.continuity.order_change import CHANGES, EACH_ONCE, SAME_ORDER, UNKNOWN, OrderChange
+from mcore_ckpt_ext.continuity.other_loops import BRIDGE, SWIFT, changes_by_layout, loader_of, loop_of
 from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
@@ -122,17 +123,21 @@ class DataOrder:
         return "; ".join(dict.fromkeys(change.hint for change in self.changes if change.hint))
 
 
-OF_ANOTHER_LOOP = DataOrder(
-    verdict=UNKNOWN,
-    sample=None,
-    changes=(OrderChange("the data loader", "the training loop has one of its own", verdict=UNKNOWN),),
-)
-"""The account of a loop on Megatron Core, whose loads do not pass its data loader.
+def order_in_another_loop(written: JobArguments, running: JobArguments) -> DataOrder:
+    """Return the account of a loop on Megatron Core, whose loads do not pass its data loader.
 
-Megatron-Bridge 0.6.2 and ms-swift 4.6.0 have samplers of their own, which count from the samples that were consumed
-(megatron/bridge/data/samplers.py, swift/megatron/trainers/batch_sampler.py). What else determines their order is in
-their configurations, which no rule here covers.
-"""
+    Of the running job only the layout is known. It is said to change the order if it does so with the loader that the
+    checkpoint records.
+
+    Args:
+        written: the arguments of the job that saved the checkpoint.
+        running: those of the job that resumes it.
+    """
+    same_loader = written.replace(data_parallel_size=running.data_parallel_size)
+    changes = tuple(change for change in changes_by_layout(written, same_loader) if change.verdict == CHANGES)
+    own = OrderChange("the data loader", "the training loop has one of its own", verdict=UNKNOWN)
+    verdict = CHANGES if changes else UNKNOWN
+    return DataOrder(verdict, _consumed(written), changes or (own,), is_changed=bool(changes))
 
 
 def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
@@ -144,7 +149,7 @@ def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
     """
     changes = tuple(_changes(written, running))
     verdicts = {change.verdict for change in changes}
-    note = "" if verdicts else _note(written, running)
+    note = _note(written, running) if written.is_complete and not verdicts else ""
     is_recut = bool(note) and has_saved_loader(running)
     verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else EACH_ONCE if is_recut else SAME_ORDER
     sample = _consumed(written)
@@ -164,17 +169,18 @@ def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
 
 def description(job: JobArguments) -> dict[str, str]:
     """Return how a job reads its data, in words; empty if its arguments do not say it."""
-    if not (job.is_complete and job.is_set("dataloader_type")):
+    is_of_megatron = job.is_complete and job.is_set("dataloader_type")
+    if not (is_of_megatron or loop_of(job)):
         return {}
     loader = _loader(job)
     layout = ReadingLayout.of(job)
     built_for = _samples_built_for(job)
     is_sharded = layout is not None and layout.is_sharded
     sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
-    words = {"loader": f"{loader}{sharding}"}
+    words = {"loader": f"{loader}{sharding}" if is_of_megatron else loader_of(job)}
     if (consumed := _consumed(job)) is not None:
         words["consumed"] = counted(consumed, "sample")
-    if built_for is not None and loader != EXTERNAL:
+    if built_for is not None and loader != EXTERNAL and loop_of(job) != SWIFT:
         words["built for"] = counted(built_for, "sample")
     if layout is not None:
         words["read by"] = str(layout)
@@ -200,7 +206,9 @@ def _consumed(written: JobArguments) -> int | None:
 
 def _changes(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     if not (written.is_complete and written.is_set("dataloader_type")):
-        yield OrderChange("the checkpoint", "it does not describe how its job read the data", verdict=UNKNOWN)
+        yield from changes_by_layout(written, running)
+        if loop_of(written) == BRIDGE:
+            yield from _of_number(written, running)
         return
     loaders = {_loader(written), _loader(running)}
     for row in DETERMINANTS:

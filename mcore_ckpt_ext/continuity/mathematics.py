@@ -12,28 +12,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import (
-    AVERAGES_BY_CONTEXT_RANK,
-    SCALES_BALANCE_BY_RANK,
+from mcore_ckpt_ext.continuity.sizes import (
+    CONTEXT,
+    DATA,
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    PIPELINE,
+    RANK_TOKENS,
+    TENSOR,
+    VOCABULARY,
+    sizes_of_job,
 )
-from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.releases import AVERAGES_BY_CONTEXT_RANK, SCALES_BALANCE_BY_RANK, WEIGHS_FURTHER_TOKENS
 from mcore_ckpt_ext.versions import Version
 
 SAME_TRAINING: Final = "same training, but for rounding"
 BY_DESIGN = "by design"
 DEFECT = "defect"
 BY_CHANCE = "by chance"
-MICRO_BATCH = "micro batch size"
-MICRO_BATCHES = "number of micro batches"
-GLOBAL_BATCH = "global batch size"
-RANK_TOKENS = "tokens of a rank"
-TENSOR = "tensor parallel size"
-CONTEXT = "context parallel size"
-DATA = "data parallel size"
-PIPELINE = "pipeline size"
-VOCABULARY = "rows of the vocabulary"
 _ROUTER = "megatron/core/transformer/moe/router.py"
+_FURTHER_TOKENS = "megatron/core/transformer/multi_token_prediction.py, `process_mtp_loss`; until 0.16 gpt_model.py"
 _BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -83,9 +83,17 @@ def _routes_by(job: JobArguments, kind: str) -> bool:
 
 
 def _has_masks(job: JobArguments) -> bool:
-    """Return True if samples may have different numbers of tokens in a loss averaged by micro batch."""
-    has_own = job.dataloader_type == "external" or any(job.raw.get(name) for name in ("eod_mask_loss", "sft"))
-    return has_own and not job.raw.get("calculate_per_token_loss")
+    """Return True if samples may have different numbers of tokens in the loss."""
+    return job.dataloader_type == "external" or any(job.raw.get(name) for name in ("eod_mask_loss", "sft"))
+
+
+def _averages_masked(job: JobArguments) -> bool:
+    return _has_masks(job) and not job.raw.get("calculate_per_token_loss")
+
+
+def _predicts_further(job: JobArguments, *, per_token: bool) -> bool:
+    """Return True if a job predicts further tokens, with a loss per token or not."""
+    return bool(job.raw.get("mtp_num_layers")) and bool(job.raw.get("calculate_per_token_loss")) is per_token
 
 
 def _drops_out(job: JobArguments) -> bool:
@@ -122,7 +130,7 @@ DEPENDENCIES = (
         "few tokens weigh more or less",
         BY_DESIGN,
         "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        _has_masks,
+        _averages_masked,
         "9.6e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
     ),
     Dependency(
@@ -131,9 +139,39 @@ DEPENDENCIES = (
         "each context-parallel rank averages over its own tokens",
         DEFECT,
         "pretrain_gpt.py, `loss_func`, and megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        _has_masks,
+        _averages_masked,
         "5e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
         releases=AVERAGES_BY_CONTEXT_RANK.is_of,
+    ),
+    Dependency(
+        "--mtp-num-layers without --calculate-per-token-loss",
+        (CONTEXT,),
+        "the loss of further tokens is averaged over the tokens of each context-parallel rank, and the rank with the "
+        "end of a sample has fewer",
+        DEFECT,
+        _FURTHER_TOKENS,
+        lambda job: _predicts_further(job, per_token=False),
+        "3.3e-4 of the loss or the gradient norm (32 tokens)",
+    ),
+    Dependency(
+        "--mtp-num-layers with --calculate-per-token-loss",
+        (CONTEXT,),
+        "the loss of further tokens is weighed by the tokens of each context-parallel rank",
+        DEFECT,
+        _FURTHER_TOKENS,
+        lambda job: _predicts_further(job, per_token=True),
+        "1.3e-3 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        releases=WEIGHS_FURTHER_TOKENS.is_of,
+    ),
+    Dependency(
+        "--mtp-num-layers with --calculate-per-token-loss and masked tokens",
+        (MICRO_BATCH,),
+        "the loss of further tokens is weighed by the tokens of each micro batch",
+        DEFECT,
+        _FURTHER_TOKENS,
+        lambda job: _predicts_further(job, per_token=True) and _has_masks(job),
+        "9.8e-5 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        releases=WEIGHS_FURTHER_TOKENS.is_of,
     ),
     Dependency(
         "--moe-router-load-balancing-type aux_loss",
@@ -160,6 +198,7 @@ DEPENDENCIES = (
         DEFECT,
         f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
         lambda job: bool(job.raw.get("calculate_per_token_loss")) and _balances(job, _BALANCES),
+        "2.5e-2 of the loss or the gradient norm (coefficient 1, core_v0.16.1)",
         releases=SCALES_BALANCE_BY_RANK.is_of,
     ),
     Dependency(
@@ -198,7 +237,7 @@ DEPENDENCIES = (
         "megatron/core/transformer/dot_product_attention.py and megatron/core/tensor_parallel/layers.py, "
         "`param_is_not_tensor_parallel_duplicate`",
         lambda job: job.raw.get("softmax_type") == "learnable" and _number(job, "clip_grad", 1.0) > 0,
-        "below 1e-7 at the start of training",
+        "3.6e-1 of the gradient norm of sinks alone; below 1e-7 beside all others at the start of training",
     ),
     Dependency(
         "gated delta nets without --sequence-parallel",
@@ -234,7 +273,7 @@ DEPENDENCIES = (
         lambda job: True,
     ),
 )
-"""All that depends on the layout. Label smoothing, over the rows of one rank, has no argument in Megatron's scripts."""
+"""All that depends on the layout. Label smoothing has no argument in Megatron's scripts."""
 
 
 @dataclass(frozen=True)
@@ -305,45 +344,3 @@ def sentence_of(found: Sequence[Difference]) -> str:
         )
     reasons = (f"{difference.feature}: {difference.effect}" for difference in found if difference.kind != BY_CHANCE)
     return f"not the same training: {'; '.join(reasons)}"
-
-
-def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
-    """Return the sizes of a job on which its computation may depend; None for unknown ones."""
-    layout = ParallelLayout.from_arguments(job)
-    return sizes_of(
-        layout,
-        job.micro_batch_size,
-        job.global_batch_size,
-        job.padded_vocab_size,
-        divides_sequence=bool(job.raw.get("sequence_parallel")),
-    )
-
-
-def sizes_of(
-    layout: ParallelLayout, micro: int | None, whole: int | None, rows: int | None, *, divides_sequence: bool
-) -> dict[str, float | None]:
-    """Return the sizes on which the computation of a job may depend; None for unknown ones.
-
-    Args:
-        layout: its parallel layout.
-        micro: samples of a micro batch.
-        whole: samples of a global batch.
-        rows: rows of the vocabulary, padding included.
-        divides_sequence: whether tensor-parallel ranks divide the sequence.
-    """
-    sizes = layout.known_sizes()
-    data = sizes["data"]
-    tensor = sizes["tensor"]
-    context = sizes["context"]
-    shards = None if tensor is None or context is None else context * (tensor if divides_sequence else 1)
-    return {
-        MICRO_BATCH: micro,
-        GLOBAL_BATCH: whole,
-        MICRO_BATCHES: whole / (micro * data) if micro and whole and data else None,
-        RANK_TOKENS: micro / shards if micro and shards else None,
-        TENSOR: tensor,
-        CONTEXT: context,
-        DATA: data,
-        PIPELINE: sizes["pipeline"],
-        VOCABULARY: rows,
-    }

@@ -14,8 +14,8 @@ from typing import Any
 from mcore_ckpt_ext.errors import ContentError, UsageError, shorten
 from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.facts import Facts
-from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.loops import bridge, nemo, verl
+from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
+from mcore_ckpt_ext.job.loops import bridge, nemo, swift, verl
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.storage.budget import OverBudgetError
@@ -28,11 +28,6 @@ from mcore_ckpt_ext.versions import parse_version
 
 ARGUMENTS = "args"
 """The key of Megatron's arguments in a common state."""
-PARTIAL = "mcore_ckpt_ext_partial"
-"""An argument that marks converted arguments as incomplete."""
-# ms-swift stores its own arguments under this key. Many have the names of Megatron's, but `mcore_model` does not exist
-# there (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
-_OF_SWIFT = "mcore_model"
 COMPARED_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "num_experts")
 """Sizes of a model that two descriptions of it must agree on."""
 _COMPARED = (*SIZE_ARGUMENTS.values(), *COMPARED_SIZES)
@@ -73,7 +68,7 @@ def megatron_arguments(args: Mapping[str, Any], folder: Path, sidecar: Sidecar |
         UnreadableCheckpointError: an argument has an invalid value.
     """
     recorded = parse_version(sidecar.megatron) if sidecar else None
-    is_complete = not args.get(PARTIAL, False) and _OF_SWIFT not in args
+    is_complete = not args.get(PARTIAL, False) and swift.MARK not in args
     return JobArguments.of(args, source=f"the arguments in {folder}", version=recorded, is_complete=is_complete)
 
 

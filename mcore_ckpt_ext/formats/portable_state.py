@@ -15,10 +15,9 @@ from mcore_ckpt_ext.errors import (
     format_value,
     join_some,
 )
-from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of, with_defaults
 from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError

@@ -23,6 +23,8 @@ _MOST_EXPERTS_IN_ALL = 1 << 20
 _ROWS = rows_of(ModelTable, RunTable)
 FIELDS = frozenset(_ROWS)
 """The names of all arguments that are used."""
+PARTIAL = "mcore_ckpt_ext_partial"
+"""An argument that marks converted arguments as incomplete."""
 
 
 @dataclass(frozen=True, kw_only=True)

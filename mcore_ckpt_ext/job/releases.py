@@ -332,6 +332,7 @@ NORMALIZES_PLAIN_QUERIES = Capability(
     until=Version(0, 20),
 )
 AVERAGES_BY_CONTEXT_RANK = Capability("averages losses by context rank", "Megatron-LM/pretrain_gpt.py", Version(0, 13))
+WEIGHS_FURTHER_TOKENS = Capability("weighs further tokens", "multi_token_prediction.py", Version(0, 17))
 SCALES_BALANCE_BY_RANK = Capability("scales balance by rank", "moe/router.py", Version(0, 12), Version(0, 19))
 RESUMES_WITH_THIS_PACKAGE = Capability(
     "has a `load_checkpoint` in which this package is tested",
@@ -339,9 +340,7 @@ RESUMES_WITH_THIS_PACKAGE = Capability(
     since=Version(0, 16),
 )
 TORCH_IS_SUPPORTED = Capability(
-    "is recent enough for this package",
-    "torch/distributed/checkpoint; also `dependencies` of this package",
-    since=Version(2, 4),
+    "is recent enough for this package", "torch/distributed/checkpoint; also `dependencies`", Version(2, 4)
 )
 TORCH_LOADS_PLUGINS = Capability(
     "loads plugins at the end of its import",

@@ -9,7 +9,8 @@ from functools import cache
 from math import gcd
 
 from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
-from mcore_ckpt_ext.continuity.mathematics import Difference, differences, is_same_training, sizes_of
+from mcore_ckpt_ext.continuity.mathematics import Difference, differences, is_same_training
+from mcore_ckpt_ext.continuity.sizes import sizes_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, gather, is_first_rank, rank_and_size
-from mcore_ckpt_ext.continuity.data_order import OF_ANOTHER_LOOP
+from mcore_ckpt_ext.continuity.data_order import DataOrder, order_in_another_loop
+from mcore_ckpt_ext.continuity.order_change import CHANGES
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, format_ranks
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step
@@ -128,7 +129,7 @@ def wrap_load_state_dict(original: Function) -> Function:
             result = original(self, state_dict)
             PROCESS.one(UncheckedLoads).check(self)
             return result
-        announce(f"{state_dict.prepared.prove().fill()}; {OF_ANOTHER_LOOP.sentence}")
+        announce(f"{state_dict.prepared.prove().fill()}; {state_dict.order.sentence}")
         return None
 
     return load_state_dict
@@ -197,26 +198,31 @@ def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
     optimizer = request.optimizer
     fits = all(agreed("looking at the checkpoint", lambda: _fits(session, request)))
 
-    def inspect_here() -> tuple[LoadDecision, bool] | None:
-        """Return rank 0's decision, and True if a load by Megatron has to be checked afterwards."""
+    def inspect_here() -> tuple[LoadDecision, bool, DataOrder] | None:
+        """Return rank 0's decision, if a load is to be checked afterwards, and the data's order."""
         if not is_first_rank() or not serves(optimizer):
             return None
-        check_required_order(OF_ANOTHER_LOOP, None, session.folder)
-        return _decided(session, optimizer, fits), not session.checkpoint.names(WEIGHT)
+        arguments = session.checkpoint.arguments
+        order = order_in_another_loop(arguments, live_arguments(chunks_of(optimizer), optimizer))
+        check_required_order(order, None, session.folder)
+        return _decided(session, optimizer, fits), not session.checkpoint.names(WEIGHT), order
 
     rank0_decision = agreed("looking at the checkpoint", inspect_here)[0]
     if rank0_decision is None:
         return None
-    decision, is_unchecked = rank0_decision
+    decision, is_unchecked, order = rank0_decision
     decision = with_order_compared(decision, session, lambda: chunks_of(optimizer), optimizer)
     explain(decision, session.folder)
     if decision.is_stock:
+        if order.verdict == CHANGES:
+            announce(order.sentence)
         if is_unchecked:
             PROCESS.one(UncheckedLoads).add(optimizer, session.folder)
         return None
     chunks = chunks_of(optimizer)
     running = live_arguments(chunks, optimizer)
     plan = LoadPlan()
+    plan.order = order
     options = ResumeOptions(VERIFY_ALL.value, ACCEPT_LOST.value, READ_ONCE.value)
     plan.prepared = prepare(session, chunks, optimizer, running, options)
     return plan

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed
-from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of, sizes_of_job
+from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of
+from mcore_ckpt_ext.continuity.sizes import sizes_of_job
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
@@ -164,8 +165,7 @@ class _Load:
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
         written = self._load.checkpoint.arguments
-        old = sizes_of_job(written)
-        new = sizes_of_job(self._load.running)
+        old, new = map(sizes_of_job, (written, self._load.running))
         if not written.is_complete or old == new:
             return ""
         return sentence_of(differences(self._load.running, old, new, megatron_version()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from mcore_ckpt_ext.continuity.data_order import DataOrder
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.megatron.trees import items_of, leaves
 from mcore_ckpt_ext.optimizer_reshard import Prepared
@@ -29,6 +30,7 @@ class LoadPlan(dict[Any, Any]):
     """The plan to fill an optimizer, in place of the optimizer's state in the loaded state dict."""
 
     prepared: Prepared
+    order: DataOrder
 
 
 def requests_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, LoadRequest]]:

@@ -47,6 +47,15 @@ ENGINE_PASSES = Path(__file__).with_name("engine_passes.py")
 CPU_OFFLOAD = Path(__file__).with_name("cpu_offload.py")
 """Plugin for jobs with ``--optimizer-cpu-offload``."""
 
+CONTEXT_PARALLEL = Path(__file__).with_name("context_parallel.py")
+"""Plugin for jobs with ``--context-parallel-size``."""
+
+UNEVEN_MASKS = Path(__file__).with_name("uneven_masks.py")
+"""Plugin for jobs with ``--eod-mask-loss``, so that samples have different numbers of tokens."""
+
+TRAIN_ONLY = Path(__file__).with_name("train_only.py")
+"""Plugin for jobs that train only some parameters."""
+
 TIMED_OUT = 124
 """The return code of a run that was stopped at its time limit, as of coreutils' ``timeout``."""
 

@@ -43,7 +43,7 @@ def parse_arguments() -> None:
 
 
 def train(build_datasets: Any, forward_step: Any, ranks_with_embeddings: Callable[[list[int]], list[int]]) -> None:
-    """Call the release's `pretrain` (megatron/training/training.py) as its own `pretrain_gpt.py` does.
+    """Call the release's `pretrain` (megatron/training/training.py) as `pretrain_gpt.py` and `pretrain_hybrid.py` do.
 
     0.17 parses the command line itself. Since 0.18 the script parses it, and since 0.19 its configuration describes the
     model.
@@ -54,7 +54,8 @@ def train(build_datasets: Any, forward_step: Any, ranks_with_embeddings: Callabl
     else:
         args, made_of = arguments.parse_and_validate_args(), importlib.import_module("megatron.training.argument_utils")
         if hasattr(made_of, "gpt_config_from_args"):
-            config = made_of.pretrain_cfg_container_from_args(args, made_of.gpt_config_from_args(args))
+            describe = made_of.hybrid_config_from_args if args.hybrid_layer_pattern else made_of.gpt_config_from_args
+            config = made_of.pretrain_cfg_container_from_args(args, describe(args))
             begins = (config, build_datasets)
         else:
             begins = (made_of.pretrain_cfg_container_from_args(args), build_datasets, build_chunk)

@@ -54,6 +54,9 @@ def _changing(feature: dict[str, Any], version: Version = NEWEST) -> set[str]:
         ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, {"micro batch", "TP", "CP"}),
         ({"eod_mask_loss": True}, {"micro batch", "CP"}),
         ({"eod_mask_loss": True, "calculate_per_token_loss": True}, set()),
+        ({"mtp_num_layers": 1}, {"CP"}),
+        ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, {"CP"}),
+        ({"mtp_num_layers": 1, "calculate_per_token_loss": True, "eod_mask_loss": True}, {"micro batch", "CP"}),
         ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {"TP"}),
         ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, set()),
         ({"softmax_type": "learnable"}, {"TP"}),
@@ -73,6 +76,8 @@ def test_defects_are_those_of_their_releases() -> None:
     assert _changing(balance, Version(0, 18)) == {"TP", "CP"}
     assert _changing(balance, Version(0, 19)) == set()
     assert _changing({"eod_mask_loss": True}, Version(0, 12)) == {"micro batch"}
+    predicting = {"mtp_num_layers": 1, "calculate_per_token_loss": True, "eod_mask_loss": True}
+    assert _changing(predicting, Version(0, 16)) == set()
 
 
 def test_norms_of_delta_nets_depend_on_tensor_parallelism_without_sequence_parallelism() -> None:

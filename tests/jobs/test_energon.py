@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(base: Path) -> Results:
-    """A job without interruption, the same under DP4, PP2 x DP2 and TP2 x DP2, and one whose workers do not fit."""
+    """A job without interruption, the same under DP4, PP2 x DP2, and TP2 x DP2 or DP4, and two that do not fit."""
     make = [sys.executable, str(RANK_SCRIPTS / "make_webdataset.py"), str(base / "data"), str(_SAMPLES), str(_WORKERS)]
     subprocess.run(make, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(energon())})
 
@@ -55,6 +55,8 @@ def results(base: Path) -> Results:
         turn("second", _STAGES, 4, load="first", saves=True, until=_BETWEEN, newest=_BETWEEN, required=True),
         turn("third", _TP2, 4, load="second", until=LAST, required=True),
         turn("unchanged", _STAGES, 4, load="second", until=LAST, required=True),
+        turn("more", _DP4, 2, load="second", until=LAST, required=True),
+        turn("more, refused", _DP4, 4, load="second", required=True),
     ]
     return run_in_turn(base, turns, [RANK_SCRIPTS / "energon_loader.py"])
 
@@ -82,6 +84,14 @@ def test_the_samples_are_those_of_the_job_without_interruption(results: Results)
     read = sum(alone[:SAVED] + second + third, [])
     assert len(set(read)) == len(read)
     assert set(read) == set(sum(alone, []))
+
+
+def test_more_ranks_read_on_where_fewer_stopped(results: Results) -> None:
+    alone, second, more = (_batches(results, name) for name in ("first", "second", "more"))
+    read = sum(alone[:SAVED] + second + more, [])
+    assert len(set(read)) == len(read)
+    assert set(read) == set(sum(alone, []))
+    assert "of DP2 with --num-workers 4 are redistributed to DP4 with --num-workers 2" in results.job("more").output
 
 
 def test_the_other_folder_of_a_job_without_stages_changes_no_order(results: Results) -> None:
@@ -135,8 +145,17 @@ def test_later_states_are_saved_where_the_user_asked(results: Results, base: Pat
     assert written.dataloader_save == str(base / "loader")
 
 
-def test_a_job_without_a_worker_for_each_state_says_which_flag_it_needs(results: Results) -> None:
-    refused = results["refused"]
+@pytest.mark.parametrize(
+    ("name", "reason", "hint"),
+    [
+        ("refused", "by DP4 with --num-workers 2, now DP2 with --num-workers 2", "--num-workers 4"),
+        ("more, refused", "by DP2 with --num-workers 4, now DP4 with --num-workers 4", "--num-workers 2"),
+    ],
+)
+def test_a_job_without_a_worker_for_each_state_says_which_flag_it_needs(
+    results: Results, name: str, reason: str, hint: str
+) -> None:
+    refused = results[name]
     assert refused.returncode != 0
-    assert "(--dataloader-save by DP4 with --num-workers 2, now DP2 with --num-workers 2: " in refused.output
-    assert "hint: --num-workers 4" in refused.output
+    assert f"(--dataloader-save {reason}: " in refused.output
+    assert f"hint: {hint}" in refused.output

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.checkpoints import everything_in
-from tests.harness.jobs import OFF, RANK_SCRIPTS, SAVED, differing, resume, train_and_save
+from tests.harness.jobs import OFF, SAVED, differing, resume, train_and_save
 from tests.harness.layouts import SEQUENCE, Layout, expert_sizes
 from tests.harness.models import GATED, GATED_EXPERTS
 from tests.harness.rehearsals import rehearsal_of_resume
@@ -51,15 +52,18 @@ class Case:
     model: list[str]
     source: Layout
     targets: list[Layout]
-    plugins: tuple[str, ...] = ()
+    plugins: tuple[Path, ...] = ()
     discovered: bool = False  # no rule knows the layout: it is found by content
 
 
 CASES = {
     "context parallel": Case(
-        GATED, Layout(2, 2, 8, more=CONTEXT), [Layout(1, 2, 4, more=CONTEXT), Layout(1, 1, 2)], ("context_parallel.py",)
+        GATED,
+        Layout(2, 2, 8, more=CONTEXT),
+        [Layout(1, 2, 4, more=CONTEXT), Layout(1, 1, 2)],
+        (launch.CONTEXT_PARALLEL,),
     ),
-    "to context parallel": Case(GATED, Layout(1, 2, 2), [Layout(2, 1, 4, more=CONTEXT)], ("context_parallel.py",)),
+    "to context parallel": Case(GATED, Layout(1, 2, 2), [Layout(2, 1, 4, more=CONTEXT)], (launch.CONTEXT_PARALLEL,)),
     "optimizer instances, a number of buckets, decoupled learning rate": Case(
         DECOUPLED,
         Layout(1, 2, 8, more=(*INSTANCES, *buckets(3))),
@@ -102,8 +106,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_live_optimizer_equals_the_one_that_was_saved(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    plugins = [RANK_SCRIPTS / plugin for plugin in case.plugins]
-    options = {"more": case.model, "plugins": plugins}
+    options = {"more": case.model, "plugins": case.plugins}
     saved = train_and_save(tmp_path / "saved", case.source, until=SAVED + 1, environment=OFF, **options)
     truth, settings = assemble(saved.at_save), told_apart(parameter_settings(saved.at_save))
     checkpoint = open_checkpoint(saved.run)

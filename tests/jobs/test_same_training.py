@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from same_training import BALANCED, largest_difference
 
@@ -57,3 +60,15 @@ def test_the_summary_says_it(results: Results) -> None:
     assert results.job("aux, TP2").summary.string.endswith(f"; {SAME_TRAINING}")
     said = results.job("global, TP2").summary.string
     assert "; not the same training: --moe-router-load-balancing-type global_aux_loss: each micro batch is" in said
+
+
+def test_a_job_is_not_compared_with_itself(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="compared with itself"):
+        largest_difference(tmp_path / "losses.json", tmp_path / "losses.json")
+
+
+def test_numbers_that_are_not_finite_are_no_difference_of_zero(tmp_path: Path) -> None:
+    for name, loss in (("one", 1.0), ("other", float("nan"))):
+        (tmp_path / name).write_text(json.dumps({"5": {"grad_norm": 1.0, "lm loss": loss}}))
+    with pytest.raises(ValueError, match="not finite"):
+        largest_difference(tmp_path / "one", tmp_path / "other")

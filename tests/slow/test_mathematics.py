@@ -7,14 +7,16 @@ for a part.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from same_training import FEATURES, largest_difference
+import same_training
+from megatron_on_cpu import train_only
+from same_training import FEATURES, PLUGINS, TRAINED, largest_difference
 
 from tests.harness.checkouts import only_for
-from tests.harness.jobs import RANK_SCRIPTS, SAVED
+from tests.harness.jobs import MAMBA_KERNELS, SAVED
 from tests.harness.layouts import CONTEXT, SEQUENCE, Layout, expert_sizes
 from tests.harness.turns import Results, Turn, run_in_turn
 
@@ -34,43 +36,57 @@ CASES = {
     ("GPT, masked losses", "CP 2"): False,
     ("GPT, masked losses, per token", "micro batch 2"): True,
     ("GPT, masked losses, per token", "CP 2"): True,
+    ("multi-token prediction", "micro batch 2"): True,
+    ("multi-token prediction", "CP 2"): False,
+    ("multi-token prediction, masked losses, per token", "micro batch 2"): False,
+    ("multi-token prediction, masked losses, per token", "CP 2"): False,
     ("experts, sinkhorn", "micro batch 2"): False,
     ("experts, sinkhorn", "TP 2"): False,
     ("experts, capacity factor 0.5", "micro batch 2"): False,
     ("experts, seq_aux_loss", "TP 2, EP 2, ETP 1"): True,
     ("Muon, blockwise", "TP 2"): False,
+    ("attention sinks alone", "micro batch 2"): True,
+    ("attention sinks alone", "TP 2"): False,
 }
 """Features under a layout, and whether they then compute the same."""
 if "TEST_FEATURES" in os.environ:
     CASES = {case: is_same for case, is_same in CASES.items() if case[0] in os.environ["TEST_FEATURES"].split(";")}
 OF_0_16 = {("experts, aux_loss, per token", "TP 2"): False}
 """The same, of a defect of core_v0.12.0 to 0.18.2."""
+MAMBA = (
+    "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 8 --position-embedding-type none "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--spec hybrid_layers stack_with_norms --hybrid-layer-pattern M*M-M*"
+)
+"""A hybrid model with the layer spec of the tests; its norms and scans are those of `mamba_kernels.py`."""
 
 
-def _train(folder: Path, cases: Mapping[tuple[str, str], bool], *, of_checkout: bool = False) -> Results:
+def _train(
+    folder: Path, cases: Mapping[tuple[str, str], bool], plugins: Sequence[Path] = (), *, of_checkout: bool = False
+) -> Results:
     """Train each feature for four iterations, then resume it for two under its own layout and under others."""
 
     def turn(feature: str, name: str, load: str = "") -> Turn:
         layout, micro = LAYOUTS[name]
-        words = FEATURES[feature].split()
+        words = FEATURES.get(feature, MAMBA).split()
         optimizer = () if "--optimizer" in words else ("--use-distributed-optimizer",)
         return Turn(
             folder / f"{feature}; {name if load else 'saved'}", layout, saves=not load,
             load=folder / load / "checkpoints" if load else None, until=SAVED + 2 if load else SAVED, precision=(),
             optimizer=optimizer, more=[*words, "--micro-batch-size", str(micro)],
+            environment={train_only.VARIABLE: TRAINED.get(feature, "")},
         )  # fmt: skip
 
     turns = []
     for feature in dict.fromkeys(feature for feature, _ in cases):
         names = ["same", *(name for other, name in cases if other == feature)]
         turns += [turn(feature, "same"), *(turn(feature, name, f"{feature}; saved") for name in names)]
-    plugins = [] if of_checkout else [RANK_SCRIPTS / "context_parallel.py", RANK_SCRIPTS / "uneven_masks.py"]
     return run_in_turn(folder, turns, plugins, of_checkout=of_checkout)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return _train(tmp_path_factory.mktemp("mathematics"), CASES)
+    return _train(tmp_path_factory.mktemp("mathematics"), CASES, PLUGINS)
 
 
 def _difference(results: Results, feature: str, name: str) -> float:
@@ -85,8 +101,23 @@ def test_the_computation_differs_where_the_table_says_so(results: Results, featu
     assert (_difference(results, feature, name) < _ROUNDING) is CASES[feature, name]
 
 
+def test_mamba_layers_compute_the_same(tmp_path: Path) -> None:
+    cases = {("Mamba", "micro batch 2"): True, ("Mamba", "TP 2"): True}
+    results = _train(tmp_path, cases, [MAMBA_KERNELS])
+    for feature, name in cases:
+        assert 0 < _difference(results, feature, name) < _ROUNDING
+
+
 @only_for("0.16")
 def test_balancing_losses_per_token_are_scaled_by_the_ranks_in_earlier_releases(tmp_path: Path) -> None:
     results = _train(tmp_path, OF_0_16, of_checkout=True)
     for (feature, name), is_same in OF_0_16.items():
         assert (_difference(results, feature, name) < _ROUNDING) is is_same
+
+
+def test_the_program_shows_what_the_tests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: same_training.LAYOUTS[name] for name in ("same", "micro batch 2")}
+    monkeypatch.setattr(same_training, "LAYOUTS", few)
+    differences = dict(same_training.measured("experts, aux_loss", tmp_path))
+    assert differences["same"] == 0.0
+    assert differences["micro batch 2"] == pytest.approx(2.4e-3, rel=0.05)

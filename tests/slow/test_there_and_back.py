@@ -19,7 +19,7 @@ _EVERY, _LAST = 4, 12
 # Features that compute something else under the layouts below, and Muon, whose iteration in bf16 amplifies rounding.
 _OTHERS = {
     "experts, global_aux_loss", "experts, sinkhorn", "experts, capacity factor 0.5", "Muon, blockwise",
-    "experts, aux_loss, per token",
+    "experts, aux_loss, per token", "attention sinks alone",
 }  # fmt: skip
 _LARGEST = {"Muon, duplicated": 1e-3, "Muon, distributed": 1e-3}
 _ROUNDING = 1e-6

@@ -92,6 +92,8 @@ def _stack(keys: dict[str, str], mixer: ModuleSpec = _MIXER) -> ModuleSpec:
 
 
 hybrid_stack = _stack({})
+# With the mixers' gated norms, which `mamba_kernels.py` has.
+stack_with_norms = _stack({}, ModuleSpec(module=mamba_mixer.MambaMixer, submodules=_MIXER.submodules))
 # With the keys that GPT has in either layer spec.
 stack_after_gpt = _stack({
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

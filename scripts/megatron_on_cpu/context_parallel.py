@@ -1,4 +1,4 @@
-"""Plugin: context parallelism with the local spec, whose attention refuses it (only Transformer Engine's has it).
+"""Context parallelism with the local spec, whose attention refuses it: a plugin of ``launch.run``.
 
 Each rank's queries attend to the keys and values of all ranks of its group; the backward pass sums their gradients. A
 rank has the sequence's parts number `rank` and `2 * ranks - 1 - rank` of `2 * ranks` (`get_batch_on_this_cp_rank`).
@@ -58,4 +58,5 @@ def install() -> None:
     DotProductAttention.forward = forward
 
 
-install()
+if __name__ == "<run_path>":  # as a plugin
+    install()

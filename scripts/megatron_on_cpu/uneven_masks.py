@@ -1,4 +1,4 @@
-"""Plugin: with `--eod-mask-loss`, the loss leaves out another number of tokens at the start of each sample.
+"""Samples of which ``--eod-mask-loss`` leaves out different numbers of tokens: a plugin of ``launch.run``.
 
 As prompts do; the mock data set alone has a mask in few samples.
 """
@@ -29,4 +29,5 @@ def install() -> None:
     datasets.GPTDataset.__getitem__ = __getitem__
 
 
-install()
+if __name__ == "<run_path>":  # as a plugin
+    install()

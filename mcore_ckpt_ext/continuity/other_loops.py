@@ -1,0 +1,114 @@
+"""How the data loaders of Megatron-Bridge and ms-swift read on under another layout.
+
+Bridge records its loader in `run_config.yaml`, and ms-swift stores all its arguments. Both have copies of Megatron's
+samplers, which count from the samples that were consumed, and which this package does not change.
+
+Sources: `build_pretraining_data_loader`, megatron/bridge/data/samplers.py, Megatron-Bridge 0.6.2;
+`_prepare_dataloader`, swift/megatron/trainers/base.py, and swift/megatron/trainers/batch_sampler.py, ms-swift 4.6.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
+from mcore_ckpt_ext.continuity.order_change import CHANGES, UNKNOWN, OrderChange
+from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
+from mcore_ckpt_ext.job.loops import swift
+
+BRIDGE: Final = "Megatron-Bridge"
+SWIFT: Final = "ms-swift"
+_BRIDGE_SAMPLERS = "megatron/bridge/data/samplers.py, `build_pretraining_data_loader`"
+_SWIFT_SAMPLER = "swift/megatron/trainers/batch_sampler.py, `MegatronPretrainingRandomSampler`"
+_RECORDED_BY_SWIFT = ("train_dataloader_shuffle", "data_sharding", "streaming")
+
+
+def loop_of(job: JobArguments) -> str:
+    """Return the loop that says how it reads its data; empty for Megatron-LM and others."""
+    if job.is_complete or job.is_set(PARTIAL):
+        return ""
+    if job.is_set(swift.MARK):
+        return SWIFT if all(map(job.is_set, _RECORDED_BY_SWIFT)) else ""
+    return BRIDGE if job.dataloader_type else ""
+
+
+def loader_of(job: JobArguments) -> str:
+    """Return the loader of a job of such a loop, in the words of its loop."""
+    if loop_of(job) == BRIDGE:
+        return f"{job.dataloader_type} of {BRIDGE}"
+    kinds = {"streaming": "stream", "group_by_length": "grouped by length", "train_dataloader_shuffle": "shuffled"}
+    return f"{next((word for name, word in kinds.items() if job.raw.get(name)), 'in order')} of {SWIFT}"
+
+
+def changes_by_layout(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+    """Yield why a loop reads in another order under another layout.
+
+    Args:
+        written: the arguments of the job that saved the checkpoint.
+        running: the same under another layout.
+    """
+    before = ReadingLayout.of(written)
+    now = ReadingLayout.of(running)
+    if not loop_of(written) or loop_of(written) != loop_of(running) or before is None or now is None:
+        yield OrderChange("the checkpoint", "it does not describe how its job read the data", verdict=UNKNOWN)
+    elif loop_of(written) == SWIFT:
+        yield from _of_swift(written, before, now)
+    else:
+        yield from _of_bridge(written, running, before, now)
+
+
+def _of_bridge(
+    written: JobArguments, running: JobArguments, before: ReadingLayout, now: ReadingLayout
+) -> Iterator[OrderChange]:
+    """Yield the changes of a Bridge loader; two deal out whole global batches."""
+    loader = written.dataloader_type
+    if loader == "cyclic":
+        yield from _of_random_sampler(written, before, now, is_sharded=before.is_sharded, source=_BRIDGE_SAMPLERS)
+    elif loader == "batch":
+        if written.global_batch_size != running.global_batch_size:
+            yield OrderChange(
+                f"--global-batch-size was {written.global_batch_size}, is {running.global_batch_size}",
+                "an epoch then has another length, so that later ones begin at other samples", _BRIDGE_SAMPLERS,
+                f"--global-batch-size {written.global_batch_size}", UNKNOWN,
+            )  # fmt: skip
+    elif loader != "single":
+        yield OrderChange(
+            f"the loader {loader_of(written)}", "its order is not recorded", _BRIDGE_SAMPLERS, verdict=UNKNOWN
+        )
+
+
+def _of_swift(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> Iterator[OrderChange]:
+    """Yield the changes of ms-swift's loader: the random sampler, but for streams."""
+    if written.raw.get("streaming"):
+        yield OrderChange(
+            f"the loader {loader_of(written)}", "a stream has no position in a checkpoint", verdict=UNKNOWN
+        )
+        return
+    is_grouped = bool(written.raw.get("group_by_length"))
+    if is_grouped and before.step != now.step:
+        yield OrderChange(
+            _of_layouts(written, before, now), "samples of similar length are grouped by what all ranks read at once",
+            _SWIFT_SAMPLER, f"keep {before}",
+        )  # fmt: skip
+        return
+    is_sharded = bool(written.data_sharding and written.raw.get("train_dataloader_shuffle") and not is_grouped)
+    yield from _of_random_sampler(written, before, now, is_sharded=is_sharded, source=_SWIFT_SAMPLER)
+
+
+def _of_random_sampler(
+    written: JobArguments, before: ReadingLayout, now: ReadingLayout, *, is_sharded: bool, source: str
+) -> Iterator[OrderChange]:
+    """Yield the change of a sampler that derives an epoch from the layout."""
+    if (before.data_parallel, before.micro_batch) == (now.data_parallel, now.micro_batch):
+        return
+    why, verdict = _SHARDED if is_sharded and before.data_parallel != now.data_parallel else _WHOLE
+    yield OrderChange(_of_layouts(written, before, now), why, source, f"keep {before}", verdict)
+
+
+_SHARDED = "each rank reads a part of the data set of its own, so that samples are read again or never", CHANGES
+_WHOLE = "the order is the same only if an epoch has as many samples under both, which is not recorded", UNKNOWN
+
+
+def _of_layouts(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> str:
+    return f"the loader {loader_of(written)} by {before}, now {now}"

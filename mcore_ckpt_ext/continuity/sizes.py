@@ -1,0 +1,58 @@
+"""The sizes of a job on which its computation may depend, by their names."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+
+MICRO_BATCH = "micro batch size"
+MICRO_BATCHES = "number of micro batches"
+GLOBAL_BATCH = "global batch size"
+RANK_TOKENS = "tokens of a rank"
+TENSOR = "tensor parallel size"
+CONTEXT = "context parallel size"
+DATA = "data parallel size"
+PIPELINE = "pipeline size"
+VOCABULARY = "rows of the vocabulary"
+
+
+def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
+    """Return the sizes of a job on which its computation may depend; None for unknown ones."""
+    layout = ParallelLayout.from_arguments(job)
+    return sizes_of(
+        layout,
+        job.micro_batch_size,
+        job.global_batch_size,
+        job.padded_vocab_size,
+        divides_sequence=bool(job.raw.get("sequence_parallel")),
+    )
+
+
+def sizes_of(
+    layout: ParallelLayout, micro: int | None, whole: int | None, rows: int | None, *, divides_sequence: bool
+) -> dict[str, float | None]:
+    """Return the sizes on which the computation of a job may depend; None for unknown ones.
+
+    Args:
+        layout: its parallel layout.
+        micro: samples of a micro batch.
+        whole: samples of a global batch.
+        rows: rows of the vocabulary, padding included.
+        divides_sequence: whether tensor-parallel ranks divide the sequence.
+    """
+    sizes = layout.known_sizes()
+    data = sizes["data"]
+    tensor = sizes["tensor"]
+    context = sizes["context"]
+    shards = None if tensor is None or context is None else context * (tensor if divides_sequence else 1)
+    return {
+        MICRO_BATCH: micro,
+        GLOBAL_BATCH: whole,
+        MICRO_BATCHES: whole / (micro * data) if micro and whole and data else None,
+        RANK_TOKENS: micro / shards if micro and shards else None,
+        TENSOR: tensor,
+        CONTEXT: context,
+        DATA: data,
+        PIPELINE: sizes["pipeline"],
+        VOCABULARY: rows,
+    }
