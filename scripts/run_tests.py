@@ -1,4 +1,6 @@
-"""The test command: creates an environment, then runs the linters and all tests in it.
+"""The test command: creates an environment, then runs the linters and the tests in it.
+
+Of what takes longest, jobs of one feature each, it runs none: they are marked `nightly`, and run by name or `--nightly`.
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
 them those tests are skipped. ColossalAI's tests run in a second environment, because it needs an older transformers.
@@ -37,6 +39,7 @@ IN_TURN = ("-n", str(PROCESSES), "--dist", "loadfile", "--no-loadscope-reorder")
 # Without jobs, tests of a file share little, so a free process takes tests from the other.
 BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
 QUICK = ("-m", "not thorough", f"--ignore={JOBS}", f"--ignore={PEERS}")
+DAILY = ("-m", "not nightly")
 
 
 def main(words: Sequence[str]) -> int:
@@ -75,7 +78,8 @@ def main(words: Sequence[str]) -> int:
                 return _pytest(named, arguments).returncode
             # The main environment skips ColossalAI's tests by itself.
             of_colossalai = executor.submit(_pytest, beside, [COLOSSALAI], stdout=subprocess.PIPE)
-            statuses = [_pytest(python, IN_TURN).returncode, of_colossalai.result().returncode]
+            daily = () if requested.nightly else DAILY
+            statuses = [_pytest(python, [*IN_TURN, *daily]).returncode, of_colossalai.result().returncode]
             print(of_colossalai.result().stdout, end="", flush=True)
             return next((status for status in statuses if status), 0)
 
@@ -88,16 +92,17 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="scripts/run_tests.py",
-        usage="%(prog)s [--quick | --changed | TEST ...] [--megatron VERSION] [--python 3.12] [--torch VERSION] "
+        usage="%(prog)s [--quick | --changed | --nightly | TEST ...] [--megatron VERSION] [--python 3.12] [--torch VERSION] "
         "[-- PYTEST-OPTION ...]",
-        description="Create an environment (.venv), then run the linters and all tests in it.",
+        description="Create an environment (.venv), then run the linters and the tests in it.",
         epilog="Example: scripts/run_tests.py tests/storage -- -x -k fsync",
         allow_abbrev=False,
     )
-    parser.add_argument("tests", nargs="*", metavar="TEST", help="files, folders or tests; not given: all")
+    parser.add_argument("tests", nargs="*", metavar="TEST", help="files, folders or tests; not given: all that are not `nightly`")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="neither jobs nor `thorough` tests: minutes")
     which.add_argument("--changed", action="store_true", help="the tests nearest to what differs from the main branch")
+    which.add_argument("--nightly", action="store_true", help="also jobs of one feature each: more than an hour")
     add_options(parser)
     words, options = list(words), []
     if "--" in words:
@@ -107,8 +112,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     for test in requested.tests:
         if not (REPOSITORY / test.split("::")[0]).exists():
             parser.error(f"there is no {test}")
-    if requested.tests and (requested.quick or requested.changed):
-        parser.error("tests are named, or chosen by --quick or --changed")
+    if requested.tests and (requested.quick or requested.changed or requested.nightly):
+        parser.error("tests are named, or chosen by --quick, --changed or --nightly")
     requested.options = options
     return requested
 
@@ -155,8 +160,10 @@ def _checks(python: Path) -> int:
 
 def _pytest(python: Path, arguments: Sequence[str], stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     print("== pytest", *arguments, flush=True)
+    # The processes share the cores: threads of torch would wait for each other, as those of the ranks of a job.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     command = [str(python), "-m", "pytest", "-rs", "--durations=15", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, check=False, text=True, stdout=stdout)
+    return subprocess.run(command, cwd=REPOSITORY, check=False, text=True, stdout=stdout, env=environment)
 
 
 if __name__ == "__main__":

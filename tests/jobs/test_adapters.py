@@ -24,6 +24,8 @@ from tests.harness.jobs import RANK_SCRIPTS, differing
 from tests.harness.packages import ACCELERATE, PEFT, installed_beside
 from tests.harness.programs import Programs
 
+pytestmark = pytest.mark.nightly
+
 BRIDGE = os.environ.get("BRIDGE_VERSION", "0.6.2")
 KINDS, VOCABULARY = ("lora", "dora", "canonical"), 128
 # Megatron-Bridge orders the rows of some by the tensor parallel size (model_space/adapters.py).

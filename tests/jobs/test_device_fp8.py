@@ -22,6 +22,8 @@ from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
 from tests.harness.packages import with_transformer_engine
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT, SAVES_TO, SAVE = "device_cases.py", "TEST_SAVES_TO", "save"
 FIXTURE, VOCABULARY = "p21", 256
 MODEL = [*LLAMA, "--add-qkv-bias", "--qk-layernorm", "--transformer-impl", "transformer_engine", "--clip-grad", "0"]

@@ -32,6 +32,8 @@ from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT, differing, with_vocabul
 from tests.harness.layouts import VOCABULARY, Layout
 from tests.harness.packages import with_transformer_engine
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = "device_cases.py"
 SAVES_TO = "TEST_SAVES_TO"
 ITERATION = "iter_0000004"

@@ -17,6 +17,8 @@ from tests.harness.layouts import Layout
 from tests.harness.models import GATED
 from tests.harness.rehearsals import rehearsal_of_resume
 
+pytestmark = pytest.mark.nightly
+
 DISCOVERED = "discovery by content"
 
 

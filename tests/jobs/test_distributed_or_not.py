@@ -21,6 +21,8 @@ from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import GATED_EXPERTS
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 WHOLE = ()
 SAME, OTHER = Layout(1, 2, 4), Layout(2, 1, 4)
 EP1, EP2 = experts_over(1, 1, 4, 1), experts_over(1, 2, 4, 2)

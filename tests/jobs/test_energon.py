@@ -19,6 +19,8 @@ from tests.harness.layouts import BATCH, Layout
 from tests.harness.packages import energon
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 _BETWEEN = 6
 _SAMPLES = 2 * BATCH * LAST  # the next epoch does not begin: shuffling mixes the end of one with the begin of another
 _DP4 = Layout(1, 1, 4)

@@ -27,6 +27,8 @@ from tests.harness.models import GATED_EXPERTS, LLAMA, QUERIES, experts
 from tests.harness.packages import with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 RANKS = 4
 WHOLE, MUON = (), ("--optimizer", "muon")
 AWARE = ["--use-precision-aware-optimizer"]

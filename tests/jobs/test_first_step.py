@@ -15,6 +15,8 @@ from tests.harness.jobs import LAST, LEGACY, SAVED, Job, differing
 from tests.harness.layouts import Layout
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 # Halved from the second iteration on, the scale fits after the fourth, whose checkpoint is of no step.
 FP16 = ["--fp16", "--initial-loss-scale", str(2**22), "--hysteresis", "1"]
 WRITTEN, OTHER = Layout(1, 2, 4), Layout(2, 1, 4)

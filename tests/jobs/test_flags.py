@@ -13,6 +13,8 @@ from tests.harness.jobs import OFF, differing, resume, run_job, train_and_save
 from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import GATED_EXPERTS
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("target", [Layout(1, 1, 4), Layout(2, 1, 8)], ids=["more ranks", "TP2, too"])
 def test_random_states_of_more_data_parallel_ranks(target: Layout, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from tests.harness.models import GATED_EXPERTS, LLAMA
 from tests.harness.packages import with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 _FP8 = ["--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "3"]
 _FP8 += ["--fp8-amax-compute-algo", "max", "--transformer-impl", "transformer_engine", "--clip-grad", "0"]
 DENSE, ONE_BY_ONE = [*LLAMA, *_FP8], [*GATED_EXPERTS, *_FP8]

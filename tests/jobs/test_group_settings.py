@@ -24,6 +24,8 @@ from tests.harness.jobs import (
 )
 from tests.harness.layouts import Layout
 
+pytestmark = pytest.mark.nightly
+
 LAYOUT = Layout(1, 2, 4)
 
 

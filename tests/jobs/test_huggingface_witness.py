@@ -41,6 +41,8 @@ from tests.harness.published_logits import (
 )
 from tests.harness.witnesses import CASES, LAYOUTS, OF_OWN_CODE, WITNESSED
 
+pytestmark = pytest.mark.nightly
+
 Case = tuple[str, str, str]
 LOCAL: LayerSpec = "local"
 ENGINE: LayerSpec = "transformer_engine"

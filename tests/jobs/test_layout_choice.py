@@ -40,6 +40,8 @@ from mcore_ckpt_ext.versions import Version, parse_version
 from tests.harness import checkouts
 from tests.harness.jobs import RANK_SCRIPTS
 
+pytestmark = pytest.mark.nightly
+
 SEED = 20261126
 PAIRS = 36
 """Random layouts of each model: with fifteen models or more, more than 500 pairs."""

@@ -21,6 +21,8 @@ from tests.harness.jobs import OFF, SAVED, Job, resume, run_job, train_and_save
 from tests.harness.layouts import Layout
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 ONE = Layout(1, 1, 1)
 NEW = ("--lr", "5e-4", "--min-lr", "5e-5")
 # Another layout of the buffers, so that the package fills the optimizer.

@@ -15,6 +15,8 @@ from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import EXPERT_BIAS, GATED, GATED_EXPERTS, LATENT, LLAMA, SHARED_EXPERTS
 from tests.harness.rehearsals import rehearsal_of_resume
 
+pytestmark = pytest.mark.nightly
+
 UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
 # A Llama-Nemotron of four layers: one has no attention, another no MLP, and their MLPs differ in width.
 LAYERS = Path(__file__).parents[1] / "huggingface" / "own_code" / "nemotron-nas" / "config.json"

@@ -24,9 +24,12 @@ from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import GATED_EXPERTS, LLAMA
 from tests.harness.turns import Results, Turn, run_in_turn
 
-pytestmark = pytest.mark.skipif(
-    find_spec("emerging_optimizers") is None, reason="needs emerging-optimizers, which the extra `test` installs"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        find_spec("emerging_optimizers") is None, reason="needs emerging-optimizers, which the extra `test` installs"
+    ),
+]
 LAYOUT, OTHER = Layout(1, 2, 4), Layout(2, 1, 4)
 MUON = ("--optimizer", "muon")
 LAYER_WISE = (*MUON, "--use-distributed-optimizer")

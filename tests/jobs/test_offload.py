@@ -27,6 +27,8 @@ from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 LAYOUT = Layout(1, 2, 4)
 OTHER = Layout(2, 1, 4)
 OVERLAP = ["--overlap-cpu-optimizer-d2h-h2d"]

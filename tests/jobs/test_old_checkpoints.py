@@ -18,6 +18,8 @@ from tests.harness.jobs import RANK_SCRIPTS, SAVED, differing, resume
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA, QUERIES, experts
 
+pytestmark = pytest.mark.nightly
+
 ENGINE = [*LLAMA, "--add-qkv-bias", "--qk-layernorm"]
 SHARED = [*QUERIES, "--moe-ffn-hidden-size", "16", "--moe-shared-expert-intermediate-size", "24"]
 SHARED += ["--moe-layer-freq", "[0,1,1,1]"]

@@ -16,6 +16,8 @@ from mcore_ckpt_ext.operations.verification import verify
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.programs import Programs
 
+pytestmark = pytest.mark.nightly
+
 ITERATION = "iter_0000004"
 PROGRAM = RANK_SCRIPTS / "other_models.py"
 # What wrote it, and what goes on from there: tensor and pipeline parallel size. T5 and MIMO have one stage

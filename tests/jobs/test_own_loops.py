@@ -19,6 +19,8 @@ from mcore_ckpt_ext.operations.verification import verify
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.programs import Programs
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "own-loop.md"
 SIXTY, GROUPS = RANK_SCRIPTS / "sixty_lines.py", RANK_SCRIPTS / "own_groups.py"

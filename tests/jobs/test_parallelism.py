@@ -22,6 +22,8 @@ from tests.harness.layouts import SEQUENCE, Layout, expert_sizes
 from tests.harness.models import GATED, GATED_EXPERTS
 from tests.harness.rehearsals import rehearsal_of_resume
 
+pytestmark = pytest.mark.nightly
+
 CONTEXT = ("--context-parallel-size", "2")
 INSTANCES = ("--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce")
 DECOUPLED = ["--decoupled-lr", "5e-4", "--decoupled-min-lr", "5e-5"]

@@ -25,6 +25,8 @@ from tests.harness.programs import Programs
 from tests.harness.rehearsals import rehearsal_of_resume
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 PLUGINS = [RANK_SCRIPTS / "without_multiplier.py", RANK_SCRIPTS / "model_by_function.py"]
 EXPLAIN = {"MCORE_CKPT_EXT_EXPLAIN": "1"}
 STOCK, PLUGIN = "stock Megatron loads the optimizer", "this package fills the optimizer"

@@ -14,6 +14,8 @@ from tests.harness.fsdp import FSDP, PLUGINS, TORCH_FSDP, live_state, loading, r
 from tests.harness.jobs import OFF, differing, run_job
 from tests.harness.layouts import Layout
 
+pytestmark = pytest.mark.nightly
+
 EXPLAIN = {"MCORE_CKPT_EXT_EXPLAIN": "1"}
 STOCK, PLUGIN = "stock Megatron loads the optimizer", "this package fills the optimizer"
 LAYOUT = Layout(1, 1, 4)

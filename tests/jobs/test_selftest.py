@@ -19,6 +19,8 @@ from mcore_ckpt_ext.selftest.plan import plan
 from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT
 from tests.harness.json_schema import violations
 
+pytestmark = pytest.mark.nightly
+
 RANK_PROGRAM = Path(selftest.__file__).with_name("rank.py")
 MACHINE = Machine(2, "gloo", "Transformer Engine is not installed", "no fp8", layers=4)
 # Beside the plan: jobs that have to fail, before others that do not.

@@ -19,7 +19,7 @@ from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import GATED_EXPERTS, LLAMA
 from tests.harness.turns import Results, Turn, run_in_turn
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.nightly]
 
 OTHER = {"stacked": "by themselves", "by themselves": "stacked"}
 PORTABLE = ["--dist-ckpt-optim-fully-reshardable"]

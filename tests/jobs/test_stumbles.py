@@ -22,6 +22,8 @@ from tests.harness.jobs import (
 from tests.harness.layouts import Layout
 from tests.harness.models import GATED_EXPERTS
 
+pytestmark = pytest.mark.nightly
+
 LAYOUT = Layout(1, 2, 4)
 
 

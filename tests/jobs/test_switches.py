@@ -21,6 +21,8 @@ from tests.harness.models import LLAMA
 from tests.harness.packages import engine_version, with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 SAME, OTHER = Layout(2, 2, 4), Layout(1, 2, 4)
 _ENGINE = ["--transformer-impl", "transformer_engine", "--clip-grad", "0"]
 _FP8, _GATHER = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"], ["--fp8-param-gather"]

@@ -26,6 +26,8 @@ from tests.harness.models import GATED_EXPERTS, LATENT, LLAMA, QUERIES
 from tests.harness.packages import engine_version, with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 _EXACT = ["--clip-grad", "0"]
 ENGINE = ["--transformer-impl", "transformer_engine", *_EXACT]
 GROUPED = [*GATED_EXPERTS, "--moe-grouped-gemm"]

@@ -24,6 +24,8 @@ from tests.harness.models import GATED
 from tests.harness.packages import with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 ENGINE = ["--transformer-impl", "transformer_engine", "--clip-grad", "0", "--hidden-size", "64"]
 # Biases of linear layers cannot be cut into shards, nor be whole beside them.
 PLAIN = [*ENGINE, "--disable-bias-linear", "--untie-embeddings-and-output-weights"]

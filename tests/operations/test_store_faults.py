@@ -19,7 +19,7 @@ from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
 from tests.harness.faulty_store import FAULTS, FaultyStore, faulty_store
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

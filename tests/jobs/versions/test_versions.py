@@ -37,6 +37,8 @@ from tests.jobs.versions.jobs import (
 )
 from tests.jobs.versions.matrix import BEGIN, END, Shown, version_of
 
+pytestmark = pytest.mark.nightly
+
 SETTINGS = ("lr", "weight_decay", "wd_mult", "step", "betas", "eps")
 
 
