@@ -1,6 +1,6 @@
 """The test command: creates an environment, then runs the linters and the tests in it.
 
-Of what takes longest, jobs of one feature each, it runs none: they are marked `nightly`, and run by name or `--nightly`.
+Jobs of one feature each take longest: they are marked `nightly`, and are run by name or with `--nightly` alone.
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
 them those tests are skipped. ColossalAI's tests run in a second environment, because it needs an older transformers.
@@ -92,13 +92,15 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="scripts/run_tests.py",
-        usage="%(prog)s [--quick | --changed | --nightly | TEST ...] [--megatron VERSION] [--python 3.12] [--torch VERSION] "
-        "[-- PYTEST-OPTION ...]",
+        usage="%(prog)s [--quick | --changed | --nightly | TEST ...] [--megatron VERSION] [--python 3.12] "
+        "[--torch VERSION] [-- PYTEST-OPTION ...]",
         description="Create an environment (.venv), then run the linters and the tests in it.",
         epilog="Example: scripts/run_tests.py tests/storage -- -x -k fsync",
         allow_abbrev=False,
     )
-    parser.add_argument("tests", nargs="*", metavar="TEST", help="files, folders or tests; not given: all that are not `nightly`")
+    parser.add_argument(
+        "tests", nargs="*", metavar="TEST", help="files, folders or tests; by default all but `nightly`"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="neither jobs nor `thorough` tests: minutes")
     which.add_argument("--changed", action="store_true", help="the tests nearest to what differs from the main branch")

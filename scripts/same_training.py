@@ -129,7 +129,8 @@ def largest_difference(base: Path, other: Path) -> float:
     """
     if base == other:
         raise ValueError(f"{base} is compared with itself")
-    expected, actual = (json.loads(path.read_text()) for path in (base, other))
+    expected = _recorded(base)
+    actual = _recorded(other)
     differences = [
         abs(value / expected[step][key] - 1)
         for step, values in actual.items()
@@ -139,6 +140,12 @@ def largest_difference(base: Path, other: Path) -> float:
     if not all(map(math.isfinite, differences)):
         raise ValueError(f"{other} has numbers that are not finite, or {base} has")
     return max(differences)
+
+
+def _recorded(path: Path) -> dict[str, dict[str, float]]:
+    """Return the losses and gradient norms of a job, by iteration."""
+    numbers: dict[str, dict[str, float]] = json.loads(path.read_text())
+    return numbers
 
 
 def cells_of(differences: Mapping[str, float | None]) -> Iterator[str]:

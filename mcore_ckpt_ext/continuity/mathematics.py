@@ -329,9 +329,9 @@ def differences_of_jobs(written: JobArguments, running: JobArguments, version: V
     return differences(running, sizes_of_job(written), sizes_of_job(running), version)
 
 
-def is_same_training(found: Iterable[Difference]) -> bool:
+def is_same_training(differences: Iterable[Difference]) -> bool:
     """Return True if nothing differs but rounding and what is drawn by chance."""
-    return all(difference.kind == BY_CHANCE for difference in found)
+    return all(difference.kind == BY_CHANCE for difference in differences)
 
 
 def sentence_of(found: Sequence[Difference]) -> str:

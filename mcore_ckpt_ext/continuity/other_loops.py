@@ -53,32 +53,34 @@ def changes_by_layout(written: JobArguments, running: JobArguments) -> Iterator[
     if not loop_of(written) or loop_of(written) != loop_of(running) or before is None or now is None:
         yield OrderChange("the checkpoint", "it does not describe how its job read the data", verdict=UNKNOWN)
     elif loop_of(written) == SWIFT:
-        yield from _of_swift(written, before, now)
+        yield from _swift_changes(written, before, now)
     else:
-        yield from _of_bridge(written, running, before, now)
+        yield from _bridge_changes(written, running, before, now)
 
 
-def _of_bridge(
+def _bridge_changes(
     written: JobArguments, running: JobArguments, before: ReadingLayout, now: ReadingLayout
 ) -> Iterator[OrderChange]:
     """Yield the changes of a Bridge loader; two deal out whole global batches."""
     loader = written.dataloader_type
     if loader == "cyclic":
-        yield from _of_random_sampler(written, before, now, is_sharded=before.is_sharded, source=_BRIDGE_SAMPLERS)
+        yield from _random_sampler_changes(written, before, now, is_sharded=before.is_sharded, source=_BRIDGE_SAMPLERS)
     elif loader == "batch":
         if written.global_batch_size != running.global_batch_size:
             yield OrderChange(
                 f"--global-batch-size was {written.global_batch_size}, is {running.global_batch_size}",
-                "an epoch then has another length, so that later ones begin at other samples", _BRIDGE_SAMPLERS,
-                f"--global-batch-size {written.global_batch_size}", UNKNOWN,
-            )  # fmt: skip
+                "an epoch then has another length, so that later ones begin at other samples",
+                _BRIDGE_SAMPLERS,
+                f"--global-batch-size {written.global_batch_size}",
+                UNKNOWN,
+            )
     elif loader != "single":
         yield OrderChange(
             f"the loader {loader_of(written)}", "its order is not recorded", _BRIDGE_SAMPLERS, verdict=UNKNOWN
         )
 
 
-def _of_swift(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> Iterator[OrderChange]:
+def _swift_changes(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> Iterator[OrderChange]:
     """Yield the changes of ms-swift's loader: the random sampler, but for streams."""
     if written.raw.get("streaming"):
         yield OrderChange(
@@ -88,27 +90,29 @@ def _of_swift(written: JobArguments, before: ReadingLayout, now: ReadingLayout) 
     is_grouped = bool(written.raw.get("group_by_length"))
     if is_grouped and before.step != now.step:
         yield OrderChange(
-            _of_layouts(written, before, now), "samples of similar length are grouped by what all ranks read at once",
-            _SWIFT_SAMPLER, f"keep {before}",
-        )  # fmt: skip
+            _layouts_in_words(written, before, now),
+            "samples of similar length are grouped by what all ranks read at once",
+            _SWIFT_SAMPLER,
+            f"keep {before}",
+        )
         return
     is_sharded = bool(written.data_sharding and written.raw.get("train_dataloader_shuffle") and not is_grouped)
-    yield from _of_random_sampler(written, before, now, is_sharded=is_sharded, source=_SWIFT_SAMPLER)
+    yield from _random_sampler_changes(written, before, now, is_sharded=is_sharded, source=_SWIFT_SAMPLER)
 
 
-def _of_random_sampler(
+def _random_sampler_changes(
     written: JobArguments, before: ReadingLayout, now: ReadingLayout, *, is_sharded: bool, source: str
 ) -> Iterator[OrderChange]:
     """Yield the change of a sampler that derives an epoch from the layout."""
     if (before.data_parallel, before.micro_batch) == (now.data_parallel, now.micro_batch):
         return
     why, verdict = _SHARDED if is_sharded and before.data_parallel != now.data_parallel else _WHOLE
-    yield OrderChange(_of_layouts(written, before, now), why, source, f"keep {before}", verdict)
+    yield OrderChange(_layouts_in_words(written, before, now), why, source, f"keep {before}", verdict)
 
 
 _SHARDED = "each rank reads a part of the data set of its own, so that samples are read again or never", CHANGES
 _WHOLE = "the order is the same only if an epoch has as many samples under both, which is not recorded", UNKNOWN
 
 
-def _of_layouts(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> str:
+def _layouts_in_words(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> str:
     return f"the loader {loader_of(written)} by {before}, now {now}"

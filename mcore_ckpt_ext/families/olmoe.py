@@ -33,7 +33,8 @@ def _check_groups(config: Config) -> None:
 
 
 def _grouped(arguments: ModelArguments) -> list[str]:
-    heads, groups = arguments.num_attention_heads, arguments.num_query_groups
+    heads = arguments.num_attention_heads
+    groups = arguments.num_query_groups
     return [] if heads == groups else [f"num_query_groups is {groups}, not {heads}"]
 
 
