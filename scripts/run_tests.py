@@ -1,6 +1,6 @@
 """The test command: creates an environment, then runs the linters and the tests in it.
 
-Jobs of one feature each take longest: they are marked `nightly`, and are run by name or with `--nightly` alone.
+Jobs of one feature each take longest: they are marked `nightly`, and run by name or with `--nightly`.
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
 them those tests are skipped. ColossalAI's tests run in a second environment, because it needs an older transformers.

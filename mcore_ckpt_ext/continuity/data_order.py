@@ -135,9 +135,9 @@ def order_in_another_loop(written: JobArguments, running: JobArguments) -> DataO
     """
     same_loader = written.replace(data_parallel_size=running.data_parallel_size)
     changes = tuple(change for change in changes_by_layout(written, same_loader) if change.verdict == CHANGES)
-    own = OrderChange("the data loader", "the training loop has one of its own", verdict=UNKNOWN)
+    unknown = OrderChange("the data loader", "the training loop has one of its own", verdict=UNKNOWN)
     verdict = CHANGES if changes else UNKNOWN
-    return DataOrder(verdict, _consumed(written), changes or (own,), is_changed=bool(changes))
+    return DataOrder(verdict, _consumed(written), changes or (unknown,), is_changed=bool(changes))
 
 
 def data_order(written: JobArguments, running: JobArguments) -> DataOrder:

@@ -148,9 +148,9 @@ def rope(
         parameters = rope_parameters(explicit, theta, ignored, dynamic=True)
         if width and config.get(width) is not None:
             of_width = config[width] / config["head_dim"]
-            if parameters.setdefault(_PART, of_width) != of_width:
+            if round(parameters.setdefault(_PART, of_width) * config["head_dim"]) != config[width]:
                 raise contradictory(width, config[width], f"{_PART} {parameters[_PART]} of {config['head_dim']}")
-        kind, part = parameters["rope_type"], parameters.get("partial_rotary_factor", partial or 1.0)
+        kind, part = parameters["rope_type"], parameters.get(_PART, partial or 1.0)
         arguments = {
             "position_embedding_type": "rope",
             "rotary_base": base_of(parameters),

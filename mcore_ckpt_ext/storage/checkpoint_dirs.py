@@ -186,8 +186,8 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
     """Return the error for a folder without a checkpoint; it names the content and a folder to use."""
     names = sorted(entry.name for entry in path.iterdir())
     iterations = list(iteration_folders(path).values())
-    newest = [entry.name for entry in path.glob("*/*")] if _LATEST_OF_DEEPSPEED in names else []
-    if any(_OF_DEEPSPEED.fullmatch(name) for name in (*names, *newest)):
+    inner = [entry.name for entry in path.glob("*/*")] if _LATEST_OF_DEEPSPEED in names else []
+    if any(_OF_DEEPSPEED.fullmatch(name) for name in (*names, *inner)):
         return _of_deepspeed(path)
     below = iterations[:1] or [path / name for name in names if _looks_like_checkpoint(path / name)]
     return UnreadableCheckpointError(

@@ -59,6 +59,9 @@ def test_the_rotated_part_of_a_head_of_minimax_is_written_as_released() -> None:
     assert family.arguments(without) == arguments
     with pytest.raises(UnsupportedCheckpointError, match="contradicts itself: rotary_dim"):
         family.arguments({**config, "rotary_dim": 16})
+    inexact = arguments.replace(rotary_percent=0.4)  # 6.4 of 16 elements
+    others = {key: value for key, value in config.items() if key != "rope_parameters"}
+    assert family.arguments({**others, **family.config(inexact)}).rotary_percent == 0.4
 
 
 @pytest.mark.parametrize(("name", "differs"), [("nemotron", True), ("qwen3_next", True), ("minimax_m2", False)])
