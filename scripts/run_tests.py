@@ -115,7 +115,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         if not (REPOSITORY / test.split("::")[0]).exists():
             parser.error(f"there is no {test}")
     if requested.tests and (requested.quick or requested.changed or requested.nightly):
-        parser.error("tests are named, or chosen by --quick, --changed or --nightly")
+        parser.error("tests are named, or chosen by --quick or --changed, or all by --nightly")
     requested.options = options
     return requested
 
