@@ -8,9 +8,11 @@ core_v0.7.0 to 0.19.2.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +41,7 @@ _WITHOUT = {
     CONFIG_FILE: "missing: Megatron writes it last, so the save was interrupted, or is under way",
     METADATA_FILE: "missing: without this index the .distcp files cannot be read",
 }
+_SHARD = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d{1,9}(?:\.\d{1,9})*)_(?P<sizes>\d{1,9}(?:\.\d{1,9})*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,29 @@ def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], s
         findings += findings_of_file
         failed |= {file} if findings_of_file else set()
     folder = reader.folder
+    findings += _check_objects(str(folder), index.objects)
     unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
     if unknown:
         findings.append(warning(COMPLETE, str(folder), f"files that are not in the index: {join_some(unknown)}"))
     return findings, failed, len(by_file)
+
+
+def _check_objects(where: str, keys: Iterable[str]) -> Iterator[Finding]:
+    """Check that every sharded object has all of its shards, as Megatron does when it saves.
+
+    Source: `ShardedObject.unique_key` (mapping.py) and `_validate_objects_for_key` (validation.py, both in
+    megatron/core/dist_checkpointing, core_v0.7.0 to 0.19.2). Random states of 0.7 lack the last size of their grid
+    (`load_sharded_metadata`, strategies/common.py).
+    """
+    shards: defaultdict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
+    for match in filter(None, map(_SHARD.fullmatch, keys)):
+        shards[match["key"], match["sizes"]].append(tuple(map(int, match["offsets"].split("."))))
+    for (key, grid), offsets in shards.items():
+        sizes = [int(size) for size in grid.split(".")]
+        if len(offsets[0]) == len(sizes) + 1:
+            sizes.append(max(last for *_, last in offsets) + 1)
+        if len(offsets) != prod(sizes):
+            yield error(COMPLETE, where, f"{key} has {counted(len(offsets), 'shard')} of {prod(sizes):,}")
 
 
 def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iterator[Finding]:

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import ContentError, StorageError, UnsupportedCheckpointError, unreadable_file
-from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folders, iteration_name, read_tracker
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
-from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,7 @@ def iteration_health_of(
         full: read all bytes of the wanted iteration, and of others that may take its place.
 
     Returns:
-        The assessment; None without a tracker, or for a checkpoint in another format than torch_dist, which stock
-        Megatron resumes.
+        The assessment; None without a tracker.
     """
     tracker = read_tracker(run / TRACKER_FILE)
     if step is None and (tracker is None or tracker.names_release):
@@ -61,16 +57,9 @@ def iteration_health_of(
         )
     folder = iterations.get(iteration, run / iteration_name(iteration))
     stored = index if index is not None and index.is_of(folder) else FolderIndex(folder)
-    folder_format = format_of(folder, stored)
-    if folder_format is not None and METADATA_FILE not in folder_format.required_files:
-        return None
     problems = problems_of(folder, stored, full=full)
     later = tuple(number for number, newer in iterations.items() if number > iteration and not _is_complete(newer))
-    others = {
-        number: path
-        for number, path in iterations.items()
-        if number != iteration and plain_backend(FolderIndex(path)) is None
-    }
+    others = {number: path for number, path in iterations.items() if number != iteration}
     return IterationHealth(
         f"iteration {iteration}", problems, _newest_complete(others, full=full) if problems else None, later
     )

@@ -51,12 +51,14 @@ LAYERS = {
 }  # fmt: skip
 ROTARY = ["--rotary-base", "500000", "--use-rope-scaling", "--use-rotary-position-embeddings"]
 FREQUENCY = ["--moe-layer-freq", "([1]*4)"]
+# A layer of multi-token prediction has keys of its own in either form.
+PREDICTING_EXPERTS = [*GATED_EXPERTS, "--mtp-num-layers", "1"]
 
 
 @pytest.fixture(scope="module", params=["frequency", "heterogeneous"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     if request.param == "frequency":
-        return Model(GATED_EXPERTS, FREQUENCY, experts_over(1, 2, 2, 1), experts_over(1, 1, 2, 2))
+        return Model(PREDICTING_EXPERTS, FREQUENCY, experts_over(1, 2, 2, 1), experts_over(1, 1, 2, 2))
     file = tmp_path_factory.mktemp("model") / "layers.json"
     file.write_text(json.dumps(LAYERS))
     alike = ["--heterogeneous-layers-config-path", str(file)]
@@ -108,5 +110,5 @@ def test_optimizers_that_megatron_loads_itself(name: str, model: Model, results:
     saved, loaded = results.job("portable"), results.job(name)
     assert_same_optimizer(saved.at_save, loaded.at_load)
     # With experts over several ranks the job has another number of optimizers, which this package fills.
-    is_refilled = name == "portable, moved" and model.stacked == GATED_EXPERTS
+    is_refilled = name == "portable, moved" and model.stacked == PREDICTING_EXPERTS
     assert ("optimizer resumed" in loaded.output) == is_refilled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_on_cpu.dump_optimizer import assemble
 
 from tests.harness.cases import Case, Outcomes, load_all
+from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import Job, copy_of, differing
 from tests.harness.layouts import Layout
 
@@ -66,6 +68,12 @@ def outcomes(folder: Path, gpt: Job) -> Outcomes:
         damage(run)
         cases.append(Case(name, run))
         cases.append(Case(f"{name}, allowed", run, environment=ALLOWED, dump=folder / f"dump-{number}"))
+    legacy = fixture_named("p08b").copy_to(folder / "legacy").run
+    copy_of(legacy, folder / "legacy-newer").joinpath("iter_0000004").rename(newest(legacy))
+    (legacy / TRACKER).write_text("8")
+    shutil.rmtree(newest(legacy) / "mp_rank_00_003")
+    cases.append(Case("legacy", legacy, {"ckpt_format": "torch"}))
+    cases.append(Case("legacy, allowed", legacy, {"ckpt_format": "torch"}, ALLOWED, dump=folder / "dump-legacy"))
     wanted = folder / "0"
     blind = {f"rank {rank} sees nothing": {"TEST_SEES_NOTHING": rank} for rank in ("0", "1")}
     cases.extend(Case(name, gpt.run, environment=environment) for name, environment in blind.items())
@@ -73,12 +81,18 @@ def outcomes(folder: Path, gpt: Job) -> Outcomes:
     return load_all(folder / "job", Layout(2, 1, 2), cases)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, "legacy"])
 def test_it_is_refused_and_the_iteration_that_would_do_is_named(damage: str, outcomes: Outcomes) -> None:
     for rank in outcomes[damage]:
         assert re.search(r"is not complete.*iteration 4 is complete: --ckpt-step 4", rank["error"], re.DOTALL)
         assert "--ckpt-ext-fallback" in rank["error"]
         assert rank["after"] == rank["before"]
+
+
+def test_a_damaged_legacy_checkpoint_is_replaced_by_an_older_one(outcomes: Outcomes, folder: Path) -> None:
+    assert [(rank["error"], rank["iteration"]) for rank in outcomes["legacy, allowed"]] == [(None, 4)] * 2
+    assert "resuming from iteration 4 instead" in outcomes["legacy, allowed"][0]["lines"][0]
+    assert differing(fixture_named("p08b").truth, assemble(folder / "dump-legacy")) == []
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

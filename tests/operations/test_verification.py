@@ -343,6 +343,17 @@ def test_a_zarr_chunk_that_is_gone_or_cut_short(tmp_path: Path, cut: bool) -> No
     assert "embedding.word_embeddings.weight" in finding
 
 
+@pytest.mark.parametrize(
+    ("name", "shards"), [("p31", "rng_state has 1 shard of 2"), ("p33", "rng_state has 3 shards of 4")]
+)
+def test_a_shard_of_an_object_that_is_gone(name: str, shards: str, tmp_path: Path) -> None:
+    """Zarr has no index of its objects, but each name says how many there are, except in random states of 0.7."""
+    fixture = fixture_named(name).copy_to(tmp_path / name)
+    max(fixture.iteration.glob("rng_state/shard_*")).unlink()
+    (finding,) = findings(verify(fixture.run, quick=True), COMPLETE)
+    assert shards in finding
+
+
 def test_a_legacy_file_cut_short(tmp_path: Path) -> None:
     fixture = fixture_named("p08").copy_to(tmp_path / "p08")
     path = fixture.iteration / "mp_rank_00_001/distrib_optim.pt"

@@ -67,27 +67,17 @@ def test_iterations_are_listed_newest_first(tmp_path: Path) -> None:
     assert list(iteration_folders(tmp_path)) == [12345678, 10, 4]
 
 
-def test_a_newer_iteration_in_a_format_that_is_not_read_is_not_broken(tmp_path: Path) -> None:
-    """It is stock's to resume: nothing is judged, and nothing older is offered in its place."""
-    whole, newer = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
-    shutil.copytree(newer.iteration, whole.run / "iter_0000008")
-    (whole.run / TRACKER_FILE).write_text("8")
-    assert iteration_health_of(whole.run) is None
-    (whole.run / TRACKER_FILE).write_text("4")
-    older = iteration_health_of(whole.run)
-    assert older is not None
-    assert (older.problems, older.unfinished) == ((), ())
-    assert iteration_health_of(whole.run, step=8) is None
-
-
-def test_it_is_never_used_as_a_fallback(tmp_path: Path) -> None:
-    broken, other = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
-    shutil.copytree(other.iteration, broken.run / "iter_0000002")
-    (broken.iteration / "metadata.json").unlink()
-    health = iteration_health_of(broken.run)
+@pytest.mark.parametrize("name", ["p02", "p08", "p31", "p42", "p50", "p51"])
+def test_a_damaged_checkpoint_of_every_format_has_an_older_one_of_another(name: str, tmp_path: Path) -> None:
+    newest, older = fixture_named(name).copy_to(tmp_path / "run"), fixture_named("p50" if name == "p42" else "p42")
+    assert iteration_health_of(newest.run) == IterationHealth("iteration 4", (), None, ())
+    shutil.copytree(older.iteration, newest.run / "iter_0000002")
+    files = [path for path in newest.iteration.rglob("*") if path.is_file()]
+    max(files, key=lambda path: path.stat().st_size).unlink()
+    health = iteration_health_of(newest.run)
     assert health is not None
-    assert "metadata.json" in health.problems[0]
-    assert health.newest_complete is None
+    assert health.problems
+    assert health.newest_complete == 2
 
 
 def test_damage_that_only_a_full_check_finds_is_not_complete_by_a_full_check(
