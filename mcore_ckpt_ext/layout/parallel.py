@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
@@ -87,7 +87,7 @@ class ParallelLayout:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each dimension by name; 1 for unknown ones."""
-        return {name: size for name, size in asdict(self).items() if name != "unknown"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
 
     def model_sizes(self) -> dict[str, int]:
         """Return the size of each dimension that divides the model, by name; 1 for unknown ones."""

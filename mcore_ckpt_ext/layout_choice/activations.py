@@ -11,6 +11,7 @@ among tensor-parallel ranks only with sequence parallelism.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, fraction_of, number_of
@@ -156,7 +157,7 @@ class Shares:
         return sent * sizes.experts_per_token * self.expert_tensor * capacity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerTerms:
     """Bytes of one micro batch for one part of a layer.
 
@@ -170,12 +171,12 @@ class LayerTerms:
     dropped: frozenset[str]
     gradient: float
 
-    @property
+    @cached_property
     def whole(self) -> float:
         """Bytes without recomputation."""
         return sum(self.terms.values())
 
-    @property
+    @cached_property
     def kept(self) -> float:
         """Bytes that stay until the backward pass."""
         return sum(value for name, value in self.terms.items() if name not in self.dropped)

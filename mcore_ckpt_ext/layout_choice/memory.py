@@ -142,7 +142,7 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
         host += moved
         optimizer += state - moved + round(min(held_elements * buffers.kept_on_device, state) * buffers.offloaded)
         steps.append(held_elements)
-    layers = max(sum(len(span) for span in spans) for spans in choice.split.ranges()) if choice.split else 1
+    layers = choice.split.largest if choice.split else 1
     # Megatron-FSDP gathers a layer while the next one is in use.
     temporary = 2 * gathered // max(layers, 1)
     step = buffers.step_bytes * sum(steps) + buffers.step_bytes_in_turn * max(steps, default=0)

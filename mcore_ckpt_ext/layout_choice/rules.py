@@ -212,7 +212,7 @@ def _shared_indexers(choice: Choice) -> str | None:
     """
     frequency = choice.job.dsa_indexer_topk_freq or 1
     offset = max(choice.job.dsa_indexer_skip_topk_offset or 0, 1)
-    stages = () if choice.split is None else chain.from_iterable(choice.split.ranges())
+    stages = () if choice.split is None else chain.from_iterable(choice.split.ranges)
     for layers in stages:
         if layers and max(layers.start + 1 - offset, 0) % frequency:
             return f"a pipeline stage begins with layer {layers.start + 1}, whose indexer is in the stage before"

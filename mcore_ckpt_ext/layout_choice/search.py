@@ -226,7 +226,7 @@ class _Evaluation:
     def _held_by_stages(
         self, split: StageSplit, tensor: int, expert_tensor: int, expert: int
     ) -> tuple[StageHolding, ...]:
-        return tuple(self._table.stages(split.ranges(), tensor, expert_tensor, expert))
+        return tuple(self._table.stages(split.ranges, tensor, expert_tensor, expert))
 
     def _stages(self, split: StageSplit, layout: ParallelLayout) -> tuple[StageHolding, ...]:
         """Return what a GPU of each stage holds."""
@@ -235,7 +235,7 @@ class _Evaluation:
         if buffers.layer_wise is None:
             return held
         return layer_wise_stages(
-            self._table, split.ranges(), layout, held, buffers.layer_wise, high_bandwidth=buffers.high_bandwidth
+            self._table, split.ranges, layout, held, buffers.layer_wise, high_bandwidth=buffers.high_bandwidth
         )
 
     def weighed(self, choice: Choice, split: StageSplit) -> FoundLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -67,7 +67,8 @@ class ActivationEstimate:
         self._options = ActivationOptions.of(job, recomputation)
         self._logit_bytes = _loss_bytes(job)
         self._terms = cache(self._terms_of)
-        self._parts = cache(self._parts_of)
+        self._kept = cache(self._kept_by_chunk)
+        self._backward = cache(self._held_by_backward)
 
     def stages(self, choice: Choice) -> Iterator[StageActivations]:
         """Yield the activations of each pipeline stage of a layout."""
@@ -78,9 +79,9 @@ class ActivationEstimate:
         shares = _shares_of(choice)
         terms = self._terms(shares)
         last = layout.pipeline - 1
-        for rank, spans in enumerate(split.ranges()):
+        for rank, spans in enumerate(split.ranges):
             flying = chunks_in_flight(layout, rank, max(choice.microbatches, 1), choice.microbatch_group)
-            kept = sum(count * self._kept(span, terms, shares) for count, span in zip(flying, spans, strict=True))
+            kept = sum(count * self._kept(span, shares) for count, span in zip(flying, spans, strict=True))
             kept += flying[0] * self._of_embedding(shares) if rank == 0 else 0
             loss = 0.0
             if rank == last:
@@ -88,16 +89,15 @@ class ActivationEstimate:
                 held, loss = self._of_loss(choice, shares)
                 kept += held
             received = (len(spans) - (rank == 0)) * 2 * 2 * shares.tokens * self._sizes.hidden / shares.residual
-            yield StageActivations(ceil(kept), ceil(self._backward(spans, terms)), ceil(loss), ceil(received))
+            yield StageActivations(
+                ceil(kept), ceil(max(self._backward(span, shares) for span in spans)), ceil(loss), ceil(received)
+            )
 
     def _terms_of(self, shares: Shares) -> dict[Part, LayerTerms]:
         parts = {part for layer in self._sizes.layers for part in layer} | {Part.ATTENTION, Part.FEED_FORWARD}
         return {part: terms_of(part, self._sizes, self._options, shares) for part in parts}
 
-    def _parts_of(self, start: int, stop: int) -> Counter[Part]:
-        return Counter(part for layer in self._sizes.layers[start:stop] for part in layer)
-
-    def _kept(self, span: range, terms: dict[Part, LayerTerms], shares: Shares) -> float:
+    def _kept_by_chunk(self, span: range, shares: Shares) -> float:
         """Return what the layers of a model chunk keep for one micro batch."""
         options = self._options
         start = span.start
@@ -113,12 +113,14 @@ class ActivationEstimate:
             saved = start - span.start if is_block else ceil(len(span) / options.period)
             ranks = shares.tensor if options.distributes else shares.residual
             inputs = saved * 2 * shares.tokens * self._sizes.hidden / ranks
-        counted = self._parts(start, span.stop)
+        terms = self._terms(shares)
+        counted = Counter(part for layer in self._sizes.layers[start : span.stop] for part in layer)
         return inputs + sum(count * terms[part].kept for part, count in counted.items())
 
-    def _backward(self, spans: Sequence[range], terms: dict[Part, LayerTerms]) -> float:
-        """Return what the backward pass of one layer, or of one recomputed group of layers, holds."""
-        layers = {layer for span in spans for layer in set(self._sizes.layers[span.start : span.stop])}
+    def _held_by_backward(self, span: range, shares: Shares) -> float:
+        """Return what the backward pass of one layer, or of one recomputed group of layers, of a model chunk holds."""
+        layers = set(self._sizes.layers[span.start : span.stop])
+        terms = self._terms(shares)
         options = self._options
         is_full = options.recomputation is Recomputation.FULL
         period = options.period if is_full and options.method != "block" else 1

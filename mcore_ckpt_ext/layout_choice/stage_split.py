@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +22,7 @@ _SPLIT_ARGUMENTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageSplit:
     """One way to divide the decoder layers among the pipeline stages.
 
@@ -34,13 +35,14 @@ class StageSplit:
     layers: tuple[tuple[int, ...], ...]
     arguments: tuple[tuple[str, Any], ...]
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """The largest number of decoder layers of a pipeline rank."""
         return max(map(sum, self.layers))
 
-    def ranges(self) -> list[list[range]]:
-        """Return global decoder layers by `[pipeline rank][virtual stage]`, in Megatron's interleaved order."""
+    @cached_property
+    def ranges(self) -> Sequence[Sequence[range]]:
+        """Global decoder layers by `[pipeline rank][virtual stage]`, in Megatron's interleaved order."""
         ranges: list[list[range]] = [[] for _ in self.layers]
         following = 0
         for stage in range(len(self.layers[0])):

@@ -249,7 +249,7 @@ def check_stages(case: Case, choice: Choice, result: Mapping[str, Any]) -> None:
     """The elements on the first rank of each pipeline stage are those of the genuine model."""
     layout = case.layout
     assert choice.split is not None
-    held = choice.table.stages(choice.split.ranges(), layout.tensor, layout.expert_tensor, layout.expert)
+    held = choice.table.stages(choice.split.ranges, layout.tensor, layout.expert_tensor, layout.expert)
     genuine = [sum(prod(shape) for chunk in stage for _, shape in chunk) for stage in result["stages"]]
     assert [stage.dense.elements + stage.experts.elements for stage in held] == genuine, case
 

@@ -51,7 +51,7 @@ def holdings_of(choice: Choice) -> list[StageHolding]:
     """What a rank of each pipeline stage holds."""
     layout = choice.layout
     assert choice.split is not None
-    return choice.table.stages(choice.split.ranges(), layout.tensor, layout.expert_tensor, layout.expert)
+    return choice.table.stages(choice.split.ranges, layout.tensor, layout.expert_tensor, layout.expert)
 
 
 @pytest.mark.parametrize("name", WITH_BUFFERS)
@@ -90,7 +90,7 @@ def test_memory_of_other_optimizers(name: str) -> None:
     buffers = buffers_of(choice.job, choice.table, Version(0, 19))
     held = holdings_of(choice)
     if buffers.layer_wise is not None and choice.split is not None:
-        ranges = choice.split.ranges()
+        ranges = choice.split.ranges
         held = [*layer_wise_stages(choice.table, ranges, choice.layout, held, buffers.layer_wise, high_bandwidth=False)]
     needed = [memory_of(stage, choice, buffers, IDLE) for stage in held]
     planned = max(memory.static + memory.host for memory in needed)
@@ -393,7 +393,7 @@ def test_sixty_one_layers_over_sixteen_stages() -> None:
     assert table.elements > 650e9
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_nineteen_hundred_gpus_in_seconds() -> None:
     """A search over every layout of a large model builds few combinations that some rule excludes."""
     job, table = deepseek_v3()
