@@ -25,6 +25,8 @@ from tests.harness.jobs import Job, differing, with_vocabulary
 from tests.harness.layouts import VOCABULARY, Layout, experts_over
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 # Seconds for an export, on processors that have other things to do.
 PATIENCE = 200
 # A Llama of TP2 x PP2, and a Mixtral of EP2 x PP2.

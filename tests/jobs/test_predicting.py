@@ -22,6 +22,8 @@ from tests.harness.models import GATED
 from tests.harness.packages import with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 # Parameters of multiples of 64 elements: else Megatron cannot save what it pads.
 PREDICTING = [*GATED, "--mtp-num-layers", "1", "--hidden-size", "64"]
 STATED = ("--pipeline-model-parallel-layout", "Et|tt|t|mL")

@@ -11,6 +11,8 @@ from tests.harness.cases import Case, Outcomes, load_all, save_noise
 from tests.harness.jobs import Job
 from tests.harness.layouts import Layout
 
+pytestmark = pytest.mark.nightly
+
 MEBIBYTE = 1 << 20
 # 76 million parameters: the whole optimizer, 0.9 GB, is far beyond a rank's shards and 256 MiB.
 LARGE = ["--num-layers", "6", "--hidden-size", "1024", "--num-attention-heads", "8"]

@@ -17,6 +17,8 @@ from tests.harness.jobs import OFF, Job, copy_of, differing, resume, train_and_s
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
 
+pytestmark = pytest.mark.nightly
+
 NAME = "mcore_ckpt_ext.json"
 
 

@@ -24,6 +24,8 @@ from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer, differing
 from tests.harness.packages import ACCELERATE, PEFT, installed_beside, with_transformer_engine
 from tests.harness.programs import Programs
 
+pytestmark = pytest.mark.nightly
+
 _SWIFT = ".lora_"
 
 
