@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.communicator import Communicator, SingleProcess, on_all, total
+from mcore_ckpt_ext.continuity.data_order import has_saved_loader
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable
+from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable, shorten
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -24,6 +25,7 @@ from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.weight_shards import check_no_sharded_gates
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.block_reader import BlockReader
@@ -183,6 +185,7 @@ def convert(
     notes = [
         *output.notes,
         *_left_by_offload(checkpoint),
+        *(_left_to_loader(checkpoint.arguments) if laid_out.reads_optimizer else []),
         *(f"{finding.where}: {finding.what}" for finding in findings),
         *(note for folder in folders for note in _edited(folder)),
     ]
@@ -219,6 +222,16 @@ def convert(
         account=account,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
     )
+
+
+def _left_to_loader(job: JobArguments) -> list[str]:
+    """Return a note if the job has saved states of a data loader, which are no part of its checkpoint."""
+    if not has_saved_loader(job):
+        return []
+    place = shorten(str(job.dataloader_save))
+    return [
+        f"the states of the data loader stay in {place}: to go on reading there, resume with --dataloader-save {place}"
+    ]
 
 
 def _edited(folder: Path) -> list[str]:

@@ -343,3 +343,18 @@ def test_a_dry_run_writes_nothing_and_counts_exactly(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     done = mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.Legacy())
     assert (planned.bytes_written, planned.files, planned.records) == (done.bytes_written, done.files, done.records)
+
+
+def test_the_states_of_a_data_loader_are_named(tmp_path: Path) -> None:
+    """They lie in a folder of their own, which a job that resumes the result has to be given again."""
+    source = fixture_named("p02").copy_to(tmp_path / "p02")
+    common = torch.load(source.iteration / "common.pt", weights_only=False)
+    common["args"].dataloader_type, common["args"].dataloader_save = "external", "/data/loader"
+    torch.save(common, source.iteration / "common.pt")
+    report = mcore_ckpt_ext.convert(source.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), dry_run=True)
+    (note,) = (note for note in report.notes if "data loader" in note)
+    assert note.endswith("resume with --dataloader-save /data/loader")
+    assert not any(
+        "data loader" in note
+        for note in mcore_ckpt_ext.convert(source.run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace()).notes
+    )
