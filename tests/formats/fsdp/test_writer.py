@@ -241,7 +241,7 @@ def test_a_setting_read_from_the_place_of_another(setting: str, shared: bool, sa
 
 
 def test_a_weight_read_from_the_place_of_a_moment(fsdp: Fixture) -> None:
-    """A conversion that leaves the optimizer out does not take its bytes for weights; the file of moments alone may be missing."""
+    """A conversion that leaves the optimizer out does not take its bytes for weights."""
 
     def exchange(metadata: Any) -> None:
         places = metadata.storage_data
