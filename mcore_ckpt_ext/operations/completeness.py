@@ -149,7 +149,7 @@ def check_index(
     Args:
         reader: reads the folder of the index.
         index: the index.
-        is_read: tells by its key whether a record is read; others need not be there, but share no bytes with these.
+        is_read: returns whether the record under a key is read; others may be missing, but share no bytes with these.
 
     Returns:
         The findings, the files with errors, and the number of files.
