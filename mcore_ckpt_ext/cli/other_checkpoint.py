@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.storage.checkpoint_dirs import newer_non_persistent
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folders, newer_non_persistent
 from mcore_ckpt_ext.storage.paths import as_path
 
 
@@ -17,9 +17,10 @@ def mention_non_persistent(path: str) -> None:
     unless it is given the folder of the other.
     """
     with suppress(OSError, ValueError, CheckpointError):  # the command reports what is wrong with the path
-        tracker = newer_non_persistent(as_path(path))
+        run = as_path(path)
+        tracker = newer_non_persistent(run)
         folder = None if tracker is None else tracker.folder
-        if folder is not None and folder.is_dir():
+        if folder is not None and folder.is_dir() and iteration_folders(run):
             message(
                 f"the newest persistent checkpoint of {path} is used; with --non-persistent-ckpt-type global, a job "
                 f"resumes from {folder}: to look at that, pass its path"

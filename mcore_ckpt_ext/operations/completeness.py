@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -141,8 +141,15 @@ class _Record(NamedTuple):
     key: str
 
 
-def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], set[str], int]:
+def check_index(
+    reader: FolderReader, index: DcpIndex, is_read: Callable[[str], bool] = lambda key: True
+) -> tuple[list[Finding], set[str], int]:
     """Check that every record of the index has its own place in its file.
+
+    Args:
+        reader: reads the folder of the index.
+        index: the index.
+        is_read: returns whether the record under a key is read; others may be missing, but share no bytes with these.
 
     Returns:
         The findings, the files with errors, and the number of files.
@@ -156,11 +163,11 @@ def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], s
     findings = []
     failed = set()
     for file, records in sorted(by_file.items()):
-        findings_of_file = list(_check_file(reader, file, records))
+        findings_of_file = list(_check_file(reader, file, records, is_read))
         findings += findings_of_file
         failed |= {file} if findings_of_file else set()
     folder = reader.folder
-    findings += _check_objects(str(folder), index.objects)
+    findings += _check_objects(str(folder), filter(is_read, index.objects))
     unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
     if unknown:
         findings.append(warning(COMPLETE, str(folder), f"files that are not in the index: {join_some(unknown)}"))
@@ -185,12 +192,17 @@ def _check_objects(where: str, keys: Iterable[str]) -> Iterator[Finding]:
             yield error(COMPLETE, where, f"{key} has {counted(len(offsets), 'shard')} of {prod(sizes):,}")
 
 
-def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iterator[Finding]:
+def _check_file(
+    reader: FolderReader, file: str, records: list[_Record], is_read: Callable[[str], bool]
+) -> Iterator[Finding]:
     path = reader.folder / file
+    needed = [record for record in records if is_read(record.key)]
+    if not needed:
+        return
     if not path.is_file():
-        keys = list(dict.fromkeys(record.key for record in records))
+        keys = list(dict.fromkeys(record.key for record in needed))
         yield error(
-            COMPLETE, str(path), f"missing; it held {counted(len(records), 'record')}, of {join_some(keys)}", path.name
+            COMPLETE, str(path), f"missing; it held {counted(len(needed), 'record')}, of {join_some(keys)}", path.name
         )
         return
     try:
@@ -198,23 +210,28 @@ def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iter
     except UnreadableCheckpointError as problem:
         yield error(COMPLETE, str(path), str(problem), path.name)
         return
-    cut = [r for r in records if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
+    cut = [r for r in needed if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
     if cut:
         keys = list(dict.fromkeys(record.key for record in cut))
-        needed = max(record.offset + record.length for record in cut)
+        length_needed = max(record.offset + record.length for record in cut)
         yield error(
             COMPLETE,
             str(path),
-            f"{counted(size, 'byte')}, but its records need {needed:,}; cut off: {join_some(keys)}",
+            f"{counted(size, 'byte')}, but its records need {length_needed:,}; cut off: {join_some(keys)}",
             path.name,
             size,
         )
-    end = 0
-    last = ""
-    for offset, length, key in sorted(records):
-        if offset < end:
-            yield error(
-                COMPLETE, str(path), f"the records of {last} and {key} overlap at byte {offset:,}", path.name, offset
-            )
-        end = max(end, offset + length)
-        last = key
+    read_before = _Record(0, 0, "")
+    before = read_before
+    for record in sorted(records):
+        reads = is_read(record.key)
+        other = before if reads else read_before
+        if record.offset < other.offset + other.length:
+            message = f"the records of {other.key} and {record.key} overlap at byte {record.offset:,}"
+            yield error(COMPLETE, str(path), message, path.name, record.offset)
+        before = _later_end(before, record)
+        read_before = _later_end(read_before, record) if reads else read_before
+
+
+def _later_end(first: _Record, second: _Record) -> _Record:
+    return second if second.offset + second.length >= first.offset + first.length else first

@@ -107,7 +107,7 @@ def convert(
     resume: bool = False,
     dry_run: bool = False,
     accept_lost: bool = False,
-    drop: Collection[str] = (),
+    drop: str | Collection[str] = (),
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
     merge: str | os.PathLike[str] | None = None,
@@ -154,6 +154,7 @@ def convert(
     """
     begun = time.monotonic()
     target = target_of(target)
+    drop = [drop] if isinstance(drop, str) else drop
     team = team or SingleProcess()
     of_family = _family_named(family) if family else None
     seen = state_before(as_path(source))

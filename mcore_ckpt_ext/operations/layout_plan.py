@@ -277,8 +277,8 @@ def check_gpus(*numbers: int) -> None:
         UsageError: a number is not positive, or far beyond the largest jobs.
     """
     for number in numbers:
-        if not 1 <= number <= MOST_RANKS:
-            raise UsageError("no job has so many GPUs", found=f"{number}", expected=f"1 to {MOST_RANKS:,}")
+        if not isinstance(number, int) or not 1 <= number <= MOST_RANKS:
+            raise UsageError("no job has so many GPUs", found=f"{number!r}", expected=f"1 to {MOST_RANKS:,}")
 
 
 def _as_before(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
@@ -51,9 +50,5 @@ def _check_files(checkpoint: CheckpointView, *, with_optimizer: bool) -> Iterato
     index = checkpoint.format_reader.stored_index
     if index is None:
         return
-    if not with_optimizer:
-        arrays = {key: array for key, array in index.arrays.items() if optimizer_kind(key) == OTHER}
-        objects = {key: place for key, place in index.objects.items() if optimizer_kind(key) == OTHER}
-        index = replace(index, arrays=arrays, objects=objects)
-    findings, _, _ = check_index(checkpoint.reader, index)
+    findings, _, _ = check_index(checkpoint.reader, index, lambda key: with_optimizer or optimizer_kind(key) == OTHER)
     yield from (finding for finding in findings if finding.severity == "error")

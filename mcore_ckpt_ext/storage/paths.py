@@ -22,8 +22,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         UnsupportedCheckpointError: the libraries for that store are not installed.
         StorageError: the libraries for that store cannot be used.
-        UsageError: the path is empty, which would mean the current folder (usually a shell variable is unset); or it
-            begins with ``~``, which would make a folder of that name.
+        UsageError: it is neither a string nor a path object; or it is empty, which would mean the current folder
+            (usually a shell variable is unset); or it begins with ``~``, which would make a folder of that name.
     """
     if is_remote(path):
         return cast("Path", path)
@@ -33,6 +33,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         # A local file given as a remote path is treated like every other local file.
         is_local = not _LOCAL.isdisjoint([files.protocol] if isinstance(files.protocol, str) else files.protocol)
         return Path(key) if is_local else cast("Path", StorePath.of_file_system(files, key))
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError("this is not a path", found=f"{path!r}", expected="a string or a path object")
     text = os.fspath(path)
     if not text:
         raise UsageError("a path is empty", found="''", hint="pass a folder; `.` is the current one")

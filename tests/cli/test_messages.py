@@ -424,3 +424,18 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("is_persistent_there", [True, False])
+def test_a_newer_non_persistent_checkpoint_is_mentioned(
+    is_persistent_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not where there is no other that a command could take."""
+    run = fixture_named("p01").run
+    newer = tmp_path / "run" / "non_persistent"
+    shutil.copytree(run, newer)
+    if is_persistent_there:
+        shutil.copytree(run, tmp_path / "run", dirs_exist_ok=True)
+    _, _, err = said(capsys, "verify", tmp_path / "run", "--quick")
+    assert ("the newest persistent checkpoint of" in err) == is_persistent_there
+    assert str(newer) in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,30 @@ def test_a_conversion_accepts_the_name_of_a_format(tmp_path: Path) -> None:
 def test_what_is_no_format_is_a_mistake(target: object, error: type[Exception], says: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=says):
         mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", target)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: mcore_ckpt_ext.open_checkpoint(None),  # type: ignore[arg-type]
+        lambda: mcore_ckpt_ext.inspect(5),  # type: ignore[arg-type]
+        lambda: mcore_ckpt_ext.verify(None),  # type: ignore[arg-type]
+        lambda: mcore_ckpt_ext.compare(fixture_named("p01").run, 3),  # type: ignore[arg-type]
+        lambda: mcore_ckpt_ext.convert(None, "out", "canonical"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_path_is_a_mistake_and_not_damage(call: Callable[[], object]) -> None:
+    with pytest.raises(mcore_ckpt_ext.UsageError, match="not a path; found: .*; expected: a string or a path object"):
+        call()
+
+
+def test_a_kind_to_drop_may_be_a_string(tmp_path: Path) -> None:
+    report = mcore_ckpt_ext.convert(
+        fixture_named("p01").run, tmp_path / "out", "canonical", drop="optimizer", dry_run=True
+    )
+    assert "exp_avg" in {item.kind for item in report.account.not_looked_at}
+
+
+def test_a_number_of_gpus_is_a_number() -> None:
+    with pytest.raises(mcore_ckpt_ext.UsageError, match="so many GPUs; found: '4'"):
+        mcore_ckpt_ext.plan(fixture_named("p01").run, "4")  # type: ignore[arg-type]

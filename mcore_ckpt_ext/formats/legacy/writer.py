@@ -101,8 +101,8 @@ class LegacyTarget:
             yield "the optimizer is written as it was: without --use-distributed-optimizer"
         if self.layout.virtual_pipeline > 1:
             yield (
-                f"each pipeline rank has {self.layout.virtual_pipeline} model chunks, as in the job that will read it; "
-                "for a job without: --virtual-pipeline-model-parallel-size 1"
+                f"for a job with {self.layout.virtual_pipeline} model chunks (virtual stages) on each pipeline rank; "
+                "for one without: --virtual-pipeline-model-parallel-size 1"
             )
         if rows := self._arguments.padded_vocab_size:
             yield (

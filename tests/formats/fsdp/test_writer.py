@@ -238,3 +238,18 @@ def test_a_setting_read_from_the_place_of_another(setting: str, shared: bool, sa
     for target in (TorchDist(), Canonical()):
         with pytest.raises(UnreadableCheckpointError, match=said):
             convert(fsdp.run, fsdp.run.parent / "out", target, dry_run=True)
+
+
+def test_a_weight_read_from_the_place_of_a_moment(fsdp: Fixture) -> None:
+    """A conversion that leaves the optimizer out does not take its bytes for weights."""
+
+    def exchange(metadata: Any) -> None:
+        places = metadata.storage_data
+        weight = next(index for index in places if index.fqn.endswith("layers.0.self_attention.linear_qkv.weight"))
+        moment = next(i for i in places if i.fqn.endswith(f"{weight.fqn.removeprefix('model.')}.exp_avg"))
+        places[weight] = places[moment]
+
+    edit(fsdp.iteration, exchange)
+    for target, drop in ((HuggingFace(), []), (Canonical(), ["optimizer"])):
+        with pytest.raises(UnreadableCheckpointError, match=r"records of .*weight.* and .*exp_avg overlap"):
+            convert(fsdp.run, fsdp.run.parent / "out", target, drop=drop, dry_run=True)

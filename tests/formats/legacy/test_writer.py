@@ -36,7 +36,7 @@ def test_the_last_stage_has_the_extra_state_of_an_output_layer(tmp_path: Path) -
 def test_model_chunks_that_the_source_had_are_named(virtual: int | None, is_named: bool, tmp_path: Path) -> None:
     target = Legacy(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual)
     notes = convert(fixture_named("p03").run, tmp_path / "legacy", target, dry_run=True).notes
-    assert any("each pipeline rank has 2 model chunks" in note for note in notes) == is_named
+    assert any("2 model chunks (virtual stages) on each pipeline rank" in note for note in notes) == is_named
 
 
 @pytest.mark.parametrize(("rule", "is_refused"), [(PackingRule.UNTIL_0_12, True), (PackingRule.SINCE_0_13, False)])
