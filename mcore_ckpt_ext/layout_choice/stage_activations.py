@@ -118,7 +118,7 @@ class ActivationEstimate:
         return inputs + sum(count * terms[part].kept for part, count in counted.items())
 
     def _held_by_backward(self, span: range, shares: Shares) -> float:
-        """Return what the backward pass of one layer, or of one recomputed group of layers, of a model chunk holds."""
+        """Return what the backward pass of one layer, or of one recomputed group of layers, holds."""
         layers = set(self._sizes.layers[span.start : span.stop])
         terms = self._terms(shares)
         options = self._options
