@@ -13,7 +13,7 @@ from megatron_on_cpu import launch, toy_jobs
 from mcore_ckpt_ext.operations.iteration_health import problems_of
 from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT
 
-RANKS = 8
+RANKS = 4
 # Exactly the flags of existing scripts.
 ASYNCHRONOUS = ("--use-dist-ckpt", "--async-save")
 DURABLE = re.compile(

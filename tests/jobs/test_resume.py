@@ -55,7 +55,7 @@ def test_the_switch_to_the_persistent_worker_is_said_once(gpt: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(2, 2, 8), Layout(1, 1, 8), Layout(4, 2, 8), Layout(1, 2, 4, virtual=True)], ids=str
+    "layout", [Layout(2, 2, 4), Layout(1, 1, 4), Layout(4, 2, 8), Layout(1, 2, 4, virtual=True)], ids=str
 )
 def test_gpt_saved_as_tp1_pp4_resumes_with_every_element(gpt: Job, layout: Layout, folder: Path) -> None:
     resumed = resume(folder, layout, gpt.run, more=["--use-dist-ckpt", "--async-save"])

@@ -12,6 +12,7 @@ from megatron_on_cpu.launch import TIMED_OUT, RunResult
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 from tests.harness.saving import (
+    RANKS,
     assert_trained_meanwhile,
     durable_lines,
     iterations_in,
@@ -19,9 +20,6 @@ from tests.harness.saving import (
     run_saving,
     tracked,
 )  # fmt: skip
-
-# Enough for what goes wrong; what goes well is shown with eight.
-FEW = 4
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +103,12 @@ def test_nothing_but_checkpoints_is_left(held: RunResult, base: Path) -> None:
 @pytest.fixture(scope="module")
 def stopped(base: Path) -> RunResult:
     """The default: a writer is killed at the second save."""
-    return run_saving(base / "stopped", 8, ranks=FEW, trouble={2: {"ranks": [1], "what": "SIGKILL"}})
+    return run_saving(base / "stopped", 8, trouble={2: {"ranks": [1], "what": "SIGKILL"}})
 
 
 def test_training_stops_on_every_rank_by_default(stopped: RunResult, base: Path) -> None:
     assert stopped.returncode not in (0, TIMED_OUT)
-    for rank in range(FEW):
+    for rank in range(RANKS):
         form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 4(, 6)? was not saved"
         assert re.search(form, stopped.output, re.MULTILINE)
     assert "rank 1: its writer" in stopped.output
@@ -121,8 +119,8 @@ def test_training_stops_on_every_rank_by_default(stopped: RunResult, base: Path)
 
 def test_a_read_only_folder_ends_the_job_with_a_message(base: Path) -> None:
     """Not even root may make a folder there."""
-    result = run_saving(base / "read-only", 4, ranks=FEW, save=Path("/sys/kernel/checkpoints"))
+    result = run_saving(base / "read-only", 4, save=Path("/sys/kernel/checkpoints"))
     assert result.returncode not in (0, TIMED_OUT)
-    for rank in range(FEW):
+    for rank in range(RANKS):
         form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 2 cannot be saved to /sys"
         assert re.search(form, result.output, re.MULTILINE)

@@ -11,8 +11,6 @@ from tests.harness.saving import CAUSES, assert_told, assert_whole, iterations_i
 
 pytestmark = pytest.mark.nightly
 
-FEW = 4
-
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,7 +43,7 @@ def troubled(base: Path) -> RunResult:
     (run / "iter_0000014").write_text("in the way")
     environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "15"}
     more = ["--use-dist-ckpt", "--async-save", "--ckpt-ext-on-save-failure", "continue"]
-    return run_saving(base / "troubled", 30, ranks=FEW, trouble=TROUBLES, environment=environment, more=more)
+    return run_saving(base / "troubled", 30, trouble=TROUBLES, environment=environment, more=more)
 
 
 def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:

@@ -96,7 +96,7 @@ class Publisher:
         self._disk.publish(save.folder, save.record.text(took), save.tracker if tracker else None, save.tracker_text)
         save.line = (
             f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
-            f"training stalled {save.stalled:.2f} s, {background:.2f} s in the background"
+            f"training stalled {took.seconds_stalled:.2f} s, {took.seconds_in_background:.2f} s in the background"
             f"{PROCESS.one(Grace).hint(taken)}"
         )
 
