@@ -58,7 +58,8 @@ PLUGINS = (launch.CONTEXT_PARALLEL, launch.UNEVEN_MASKS, launch.TRAIN_ONLY)
 """Plugins of all jobs; each changes only the jobs that it is for."""
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --disable-bias-linear"
 BALANCED = f"{_EXPERTS} --moe-aux-loss-coeff 1.0"
-_PREDICTING = "--mtp-num-layers 1 --position-embedding-type rope"
+# Tied embeddings with pipeline stages cannot be saved by 0.19.2.
+_PREDICTING = "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights"
 _MUON = "--optimizer muon --muon-tp-mode"
 FEATURES = {
     "GPT": "",

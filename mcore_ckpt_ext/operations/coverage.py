@@ -9,6 +9,7 @@ from operator import sub
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted
 from mcore_ckpt_ext.formats.grid import grid_of
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import (
     EXP_AVG,
@@ -87,12 +88,26 @@ def _inside(region: Region, shape: tuple[int, ...]) -> bool:
 
 def check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
     """Check all tensors of a kind."""
+    contradicted = _other_precision(checkpoint.arguments) if kind == WEIGHT else None
     for name in checkpoint.names(kind):
         tensor = checkpoint.logical_tensor(kind, name)
         if tensor is None:
             yield error(COVERED, f"{kind} {name}", "it is missing")
-        else:
-            yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))
+            continue
+        if tensor.dtype == contradicted:
+            yield error(COVERED, f"{kind} {name}", f"it is stored as {tensor.dtype}, which the job does not train in")
+        yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))
+
+
+def _other_precision(job: JobArguments) -> str | None:
+    """Return the half precision in which a job stores no weight; None if its arguments do not say its own.
+
+    Megatron casts the whole model to one of them (`Float16Module`, megatron/core/transformer/module.py, core_v0.7.0 to
+    0.19.2).
+    """
+    if not job.is_complete or bool(job.bf16) == bool(job.fp16):
+        return None
+    return "float16" if job.bf16 else "bfloat16"
 
 
 def check_arrays(buffers: Buffers) -> Iterator[Finding]:

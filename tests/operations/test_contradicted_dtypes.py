@@ -99,3 +99,16 @@ def test_in_legacy_files_without_checksums(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     refused(tmp_path / "run", tmp_path / "out", quick=False)
+
+
+def test_a_weight_in_the_other_half_precision(tmp_path: Path) -> None:
+    """Without its master, nothing else contradicts it."""
+    fixture = fixture_named("p33").copy_to(tmp_path / "p33")
+    path = fixture.iteration / "decoder.final_layernorm.weight" / ".zarray"
+    described = json.loads(path.read_text())
+    assert described["dtype"] == "bfloat16"
+    path.write_text(json.dumps({**described, "dtype": "<f2"}))
+    said = "it is stored as float16, which the job does not train in"
+    assert said in [finding.what for finding in verify(fixture.run, quick=True).findings]
+    with pytest.raises(UnreadableCheckpointError, match=said):
+        mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), drop=["optimizer"])

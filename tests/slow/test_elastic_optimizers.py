@@ -8,7 +8,7 @@ import pytest
 from megatron_on_cpu.dump_optimizer import assemble
 from megatron_on_cpu.elastic_jobs import Scenario
 
-from tests.harness.checkouts import EITHER, checkout_job
+from tests.harness.checkouts import EITHER, checkout_job, version
 from tests.harness.elastic import elastic_arguments
 from tests.harness.jobs import differing
 from tests.harness.models import GATED_EXPERTS
@@ -32,6 +32,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("of_checkout", EITHER)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_live_optimizer_is_that_of_the_checkpoint(name: str, of_checkout: bool, tmp_path: Path) -> None:
+    if "Muon" in name and of_checkout and version() == "0.16":
+        pytest.skip("the Muon of 0.16 does not run with emerging-optimizers 0.3.0")
     source = OPTIMIZERS[name]
     kept = {option: source.options[option] for option in ("optimizer", "precision") if option in source.options}
     ended = Scenario(
