@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_place, plan_page
-from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal
+from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal, show_flags
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
@@ -121,6 +121,8 @@ def _show(plan: LayoutPlan) -> None:
         line(Painted(f"no layout of {counted(plan.gpus, 'GPU')} is accepted", BAD))
     if not plan.fits:
         _show_what_excludes(plan)
+    if plan.fewer:
+        _show_fewer(plan.fewer)
 
 
 def _show_layouts(plan: LayoutPlan) -> None:
@@ -141,12 +143,7 @@ def _show_layouts(plan: LayoutPlan) -> None:
     _show_data(plan.layouts)
     _show_differences(plan.layouts)
     best = plan.layouts[0]
-    heading(f"flags for {best.layout}")
-    line(f"  {best.flags}")
-    if best.removed_flags:
-        line(f"  leave out, if your command has them: {', '.join(best.removed_flags)}")
-    for note in best.notes:
-        line(f"  note: {note}")
+    show_flags(f"flags for {best.layout}", best)
     memory = best.memory
     line(
         f"  memory of the fullest GPU: weights {format_bytes(memory.weights)}, "
@@ -161,19 +158,21 @@ def _show_layouts(plan: LayoutPlan) -> None:
         f"with --ckpt-ext-read-once: {format_bytes(best.read_once)}"
     )
     line(f"  to rehearse it: --gpus {plan.gpus} --rehearse '{_in_pins(best)}'")
-    if plan.fewer:
-        heading("layouts of fewer GPUs that keep the tensor parallel size and the batch")
-        rows = (
-            (
-                str(planned.gpus),
-                planned.layout,
-                format_bytes(planned.memory.total),
-                _batch(planned),
-                f"{planned.bubble:.0%}",
-            )
-            for planned in plan.fewer
+
+
+def _show_fewer(layouts: Sequence[PlannedLayout]) -> None:
+    heading("layouts of fewer GPUs that keep the tensor parallel size and the batch")
+    rows = (
+        (
+            str(planned.gpus),
+            planned.layout,
+            format_bytes(planned.memory.total),
+            _batch(planned),
+            f"{planned.bubble:.0%}",
         )
-        table(rows, header=("GPUs", "layout", "memory", "batch", "bubble"), right=(0, 2, 4))
+        for planned in layouts
+    )
+    table(rows, header=("GPUs", "layout", "memory", "batch", "bubble"), right=(0, 2, 4))
 
 
 def _show_virtual_stages(layouts: Sequence[PlannedLayout]) -> None:

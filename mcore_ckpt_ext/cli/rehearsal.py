@@ -9,10 +9,12 @@ from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import plan_page
 from mcore_ckpt_ext.cli.report import report
+from mcore_ckpt_ext.continuity.mathematics import sentence_of
 from mcore_ckpt_ext.errors import UsageError, counted, format_bytes
 from mcore_ckpt_ext.job.assignments import parse_assignments
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.operations.layout_plan import PlannedLayout
     from mcore_ckpt_ext.rehearsal.result import Rehearsal
 
 _WILL_SUCCEED = "this resume will succeed"
@@ -92,7 +94,8 @@ def _show(rehearsal: Rehearsal) -> None:
             ("written by", rehearsal.old_layout),
             (
                 "rehearsed",
-                f"{rehearsal.new_layout}, {counted(rehearsal.gpus, 'GPU')}, Megatron {rehearsal.megatron_version}",
+                f"{rehearsal.new_layout}, {counted(rehearsal.gpus, 'GPU')}, Megatron {rehearsal.megatron_version}"
+                + (f" ({source})" if (source := rehearsal.megatron_version_source) else ""),
             ),
             *((("optimizer", rehearsal.optimizer_format),) if rehearsal.optimizer_format else ()),
             *((("loaded by", rehearsal.loaded_by),) if rehearsal.loaded_by else ()),
@@ -125,17 +128,27 @@ def _show(rehearsal: Rehearsal) -> None:
                 f"{format_bytes(rehearsal.optimizer_bytes_read)}, as the job's line says",
             ),
             *((("data", rehearsal.data.sentence.removeprefix("data: ")),) if rehearsal.data else ()),
+            ("training", sentence_of(rehearsal.differences)),
         ]
     )
     heading("taken for granted")
     for condition in rehearsal.given:
         line(f"  {condition}")
     if rehearsal.flags:
-        heading("flags")
-        line(f"  {rehearsal.flags}")
+        show_flags("flags", rehearsal)
     line()
     summary = f"iteration {rehearsal.iteration} as {rehearsal.new_layout}, {format_bytes(rehearsal.bytes_read)} to read"
     line(Painted(f"{_WILL_SUCCEED}: {summary}", GOOD))
+
+
+def show_flags(title: str, layout: Rehearsal | PlannedLayout) -> None:
+    """Show the flags of a layout, those that must go, and what it changes for the user."""
+    heading(title)
+    line(f"  {layout.flags}")
+    if layout.removed_flags:
+        line(f"  leave out, if your command has them: {', '.join(layout.removed_flags)}")
+    for note in layout.notes:
+        line(f"  note: {note}")
 
 
 def _proof(rehearsal: Rehearsal) -> str:

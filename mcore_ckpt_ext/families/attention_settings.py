@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
-from mcore_ckpt_ext.families.config_checks import Config, checked_size, unrepresentable
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, unrepresentable
 from mcore_ckpt_ext.families.settings import Custom, Excludes, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -23,9 +23,7 @@ def query_groups(default: int | None = None) -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         heads = config["num_attention_heads"]
-        groups = checked_size(key, config.get(key, default) or heads)
-        if heads % groups:
-            raise unrepresentable(key, groups, f"a divisor of {counted(heads, 'head')}")
+        groups = checked_divisor(key, config.get(key, default) or heads, heads)
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
     return Custom((key,), lambda arguments: {key: arguments.num_query_groups}, to_arguments)

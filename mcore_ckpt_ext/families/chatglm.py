@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
-from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
+from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, set_in
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
@@ -29,9 +28,8 @@ def _groups() -> Setting:
     def to_arguments(config: Config) -> dict[str, Any]:
         if not config.get(_GROUPED):
             raise unrepresentable(_GROUPED, config.get(_GROUPED), "True")
-        heads, groups = config["num_attention_heads"], checked_size(_GROUPS, config.get(_GROUPS, 1))
-        if heads % groups:
-            raise unrepresentable(_GROUPS, groups, f"a divisor of {counted(heads, 'head')}")
+        heads = config["num_attention_heads"]
+        groups = checked_divisor(_GROUPS, config.get(_GROUPS, 1), heads)
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
     return Custom((_GROUPED, _GROUPS), to_config, to_arguments)

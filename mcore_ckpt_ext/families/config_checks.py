@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 Config = Mapping[str, Any]
@@ -38,6 +38,18 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
         where="config.json",
         hint="map it with a family of your own (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
     )
+
+
+def checked_divisor(key: str, value: Any, heads: int) -> int:
+    """Return the value of a key that has to divide the number of heads.
+
+    Raises:
+        UnsupportedCheckpointError: it does not.
+    """
+    size = checked_size(key, value)
+    if heads % size:
+        raise unrepresentable(key, size, f"a divisor of {counted(heads, 'head')}")
+    return size
 
 
 def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, TRAINING, tied
-from mcore_ckpt_ext.families.config_checks import Config, checked_size, unrepresentable
+from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.parameter_shapes import parameter_shape
 from mcore_ckpt_ext.families.rope import base_of, rope, rope_parameters
@@ -79,13 +79,9 @@ def _read_blocks(blocks: Sequence[Mapping[str, Any]], heads: int, hidden: int) -
                     raise unrepresentable(f"{_BLOCKS}[{number}].{part}.{key}", value, str(_NEUTRAL[key]))
         attention = block[_ATTENTION]
         mlp = block[_MLP]
-        in_group = None if attention.get(_NO_OP) else checked_size(_HEADS_IN_GROUP, attention[_HEADS_IN_GROUP])
-        if in_group and heads % in_group:
-            raise unrepresentable(
-                f"{_BLOCKS}[{number}].{_HEADS_IN_GROUP}", in_group, f"a divisor of {counted(heads, 'head')}"
-            )
+        key = f"{_BLOCKS}[{number}].{_HEADS_IN_GROUP}"
         yield Block(
-            heads // in_group if in_group else None,
+            None if attention.get(_NO_OP) else heads // checked_divisor(key, attention[_HEADS_IN_GROUP], heads),
             None if mlp.get(_NO_OP) else checked_size(_WIDTH, width_of_mlp(mlp[_WIDTH], hidden)),
         )
 

@@ -46,7 +46,11 @@ class Loading:
 
     def releases(self, first: Version) -> list[Version]:
         """Return the known releases that read the format, from `first` on."""
-        return [version for version in releases_between(first) if not self.loaded_by or self.loaded_by.is_of(version)]
+        return list(filter(self.is_read_by, releases_between(first)))
+
+    def is_read_by(self, version: Version) -> bool:
+        """Return whether a release reads the format."""
+        return self.in_megatron and (self.loaded_by is None or self.loaded_by.is_of(version))
 
 
 def bounds_of_index(index: DcpIndex) -> Iterator[Bound]:

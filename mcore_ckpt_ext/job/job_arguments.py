@@ -6,7 +6,7 @@ other training loops. Other code does not look up arguments by name, except with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -52,11 +52,8 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
     is_complete: bool = True
 
     def __post_init__(self) -> None:
-        for name, row in _ROWS.items():
-            value = self.raw.get(name)
-            kind = row.values.kind
-            if value is not None and not kind.accepts(value):
-                raise self._refused(name, _formatted(value), kind.expected)
+        for name, expected in invalid_values(self.raw):
+            raise self._refused(name, format_untrusted(self.raw[name]), expected)
         layers = self.num_layers or 0
         pattern = self.moe_layer_freq
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
@@ -158,7 +155,15 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         )
 
 
-def _formatted(value: Any) -> str:
+def invalid_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments with a value that no job can have, each with what it may be, in words."""
+    for name, row in _ROWS.items():
+        kind = row.values.kind
+        if (value := values.get(name)) is not None and not kind.accepts(value):
+            yield name, kind.expected
+
+
+def format_untrusted(value: Any) -> str:
     """Format an untrusted value for a message.
 
     Only the type of an object is shown, and only the size of a large number.

@@ -15,8 +15,7 @@ from mcore_ckpt_ext.versions import Version
 
 def batch_of(job: JobArguments) -> tuple[int, int | None]:
     """Return the micro batch, 1 if unknown, and the global batch of a job, None if unknown."""
-    micro = job.raw.get("micro_batch_size")
-    return micro if isinstance(micro, int) and micro > 0 else 1, job.global_batch_size
+    return job.micro_batch_size or 1, job.global_batch_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import gcd, inf, prod
+from math import gcd, prod
 
 from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
 from mcore_ckpt_ext.errors import counted, format_bytes
@@ -135,7 +135,7 @@ def choose(
     if best is not None:
         gpus = best.choice.layout.world
         first = first_of_search(job, table, old, replace(layouts, gpus=gpus), buffers)
-        is_kept = first is not None and first.memory.total <= (layouts.limit or inf)
+        is_kept = first is not None and not layouts.exceeds(first.memory.total)
         result.chosen = first if first and is_kept and scales.refusal(first.choice.layout) is None else best
     return result
 
@@ -145,19 +145,18 @@ def _most_used(scales: _Scales, layouts: SearchRequest, result: ElasticChoice) -
     job = scales.job
     old = scales.old
     request = scales.request
-    limit = layouts.limit
     best: list[FoundLayout] = []
     group: object = None
     for order, layout in _candidates(job, old, request):
         if best and (order[:2] != group or len(best) == _MOST_WEIGHED):
             break
-        if scales.least_memory(layout) > (limit or inf):
+        if layouts.exceeds(scales.least_memory(layout)):
             continue
         if reason := scales.refusal(layout):
             result.reasons.append((str(layout), reason))
             continue
         group = order[:2]
-        best += _accepted(scales.weighed(layout), limit, result)
+        best += _accepted(scales.weighed(layout), layouts, result)
     return min(best, key=lambda candidate: use_key(candidate, old, layouts), default=None)
 
 
@@ -248,12 +247,12 @@ class _Scales:
         return totals[0], totals[1]
 
 
-def _accepted(outcome: Search, limit: int | None, result: ElasticChoice) -> Iterator[FoundLayout]:
+def _accepted(outcome: Search, request: SearchRequest, result: ElasticChoice) -> Iterator[FoundLayout]:
     """Yield the layouts that fit; the result learns why others do not."""
     result.reasons += [(str(layout), reason) for _, layout, reason in outcome.nearest.values()]
     for candidate in outcome.found:
         needed = candidate.memory.total
-        if limit is None or needed <= limit:
+        if not request.exceeds(needed):
             yield candidate
             continue
         result.least_memory = min(needed, result.least_memory or needed)

@@ -69,6 +69,10 @@ class SearchRequest:
         """Bytes of a GPU; layouts that need more come after all others."""
         return round(self.memory * MOST_OF_USUAL) if self.memory is not None and self.is_least else self.memory
 
+    def exceeds(self, needed: int) -> bool:
+        """Return whether a number of bytes is beyond the limit."""
+        return self.limit is not None and needed > self.limit
+
     @property
     def room(self) -> int | None:
         """Bytes that are free of the error of the estimate."""
@@ -170,7 +174,7 @@ def first_of_search(
     for _, group in sorted(groups.items()):
         weighed = [evaluation.weighed(*accepted) for accepted in group]
         found += weighed
-        if any(not _exceeds(layout, request) for layout in weighed):
+        if any(not request.exceeds(layout.memory.total) for layout in weighed):
             break
     return min(found, key=lambda layout: _rank(layout, old, request), default=None)
 
@@ -275,10 +279,6 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
     return None if request.memory is None or request.is_least else False
 
 
-def _exceeds(candidate: FoundLayout, request: SearchRequest) -> bool:
-    return request.limit is not None and candidate.memory.total > request.limit
-
-
 def _kept(choice: Choice, different: Iterable[Difference]) -> tuple[bool, bool, bool]:
     """Return whether a layout changes global batch, mathematics, or rows of the vocabulary."""
     return not choice.keeps_global_batch, not is_same_training(different), not keeps_rows(choice)
@@ -310,7 +310,7 @@ def _rank(candidate: FoundLayout, old: ParallelLayout, request: SearchRequest) -
         shared_experts = min(layout.expert, request.gpus_per_node)
         order = (steps > 0, idle, candidate.changes, -shared_experts, layout.virtual_pipeline)
     kept = _kept(choice, candidate.differences)
-    return (_exceeds(candidate, request), *kept, *_form(choice, old, request), *order, needed)
+    return (request.exceeds(needed), *kept, *_form(choice, old, request), *order, needed)
 
 
 def join_virtual_stages(found: Iterable[FoundLayout]) -> list[tuple[FoundLayout, list[int]]]:

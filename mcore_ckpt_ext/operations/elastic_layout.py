@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, format_bytes, reraise_as_unreadable
-from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
+from mcore_ckpt_ext.families.forward_pass import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -27,7 +27,7 @@ from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
-from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
+from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_arguments
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
@@ -132,7 +132,7 @@ def choose_layout(
         '2 of 2 GPUs: TP2 x PP1 x DP1 in place of TP2 x PP2 x DP2; global batch 8 kept'
     """
     check_gpus(gpus, gpus_per_node)
-    refuse_unknown_names(arguments)
+    check_passed(arguments)
     with nullcontext() if run is None else reraise_as_unreadable(run):
         checkpoint = None if run is None else open_checkpoint(run)
         version = (
@@ -253,7 +253,7 @@ def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, g
         arguments=MappingProxyType(_arguments(candidate, job, old)),
         flags=" ".join(flags_of(candidate)),
         removed_flags=tuple(removed_flags_of(candidate, job)),
-        notes=tuple(notes_of(candidate, job, (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline))),
+        notes=tuple(notes_of(candidate, job, keeps_grid(layout, old))),
     )
 
 
@@ -263,14 +263,11 @@ def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -
     layout = candidate.choice.layout
     derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
     values = {name: value for name, value in arguments_of(candidate).items() if name not in derived}
-    values |= {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}
     values |= dict.fromkeys(_STAGES)
     if layout.virtual_pipeline > 1 and not values["pipeline_model_parallel_layout"] and not is_hybrid(job):
         values["num_virtual_stages_per_pipeline_rank"] = layout.virtual_pipeline
     if choice.has_sequence_parallelism:
         values["sequence_parallel"] = True
-    if not choice.keeps_global_batch and not job.raw.get("use_checkpoint_opt_param_scheduler"):
-        values["override_opt_param_scheduler"] = True
     if not choice.table.padded_rows.stored and layout.tensor != old.tensor:
         values["make_vocab_size_divisible_by"] = _divisor(job, old, layout)
     return values

@@ -9,23 +9,38 @@ from typing import Any
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
-from mcore_ckpt_ext.layout_choice.choice import batch_of
+from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
 from mcore_ckpt_ext.layout_choice.order import keeps_rows
 from mcore_ckpt_ext.layout_choice.search import FoundLayout
 
 
-def arguments_of(one: FoundLayout) -> dict[str, Any]:
-    """Return Megatron's arguments of a layout, as they are after parsing."""
+def arguments_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return Megatron's arguments of a layout, as they are after parsing; see `flags_of`."""
     choice = one.choice
     layout = one.choice.layout
-    return {
-        **{SIZE_ARGUMENTS[name]: size for name, size in layout.sizes().items()},
-        SIZE_ARGUMENTS["virtual_pipeline"]: layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        **({} if choice.job.global_batch_size is None else {"micro_batch_size": choice.micro_batch}),
-        **(dict(choice.split.arguments) if choice.split else {}),
-        **({"make_vocab_size_divisible_by": divisor} if (divisor := _divisor(one)) else {}),
-    }
+    arguments: dict[str, Any] = {SIZE_ARGUMENTS[name]: size for name, size in layout.sizes().items()}
+    arguments[SIZE_ARGUMENTS["virtual_pipeline"]] = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    if choice.job.global_batch_size is not None:
+        arguments |= {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}
+    if choice.split:
+        arguments |= dict(choice.split.arguments)
+    if divisor := _divisor(one):
+        arguments["make_vocab_size_divisible_by"] = divisor
+    if _overrides_schedule(choice, changes):
+        arguments["override_opt_param_scheduler"] = True
+    return arguments | dict(changes)
+
+
+def _overrides_schedule(choice: Choice, changes: Mapping[str, Any]) -> bool:
+    """Return whether the schedule of the command line has to replace that of the checkpoint.
+
+    It has to under another global batch, because it is counted in samples. Megatron asserts that its two flags
+    are not given together (`OptimizerParamScheduler.__init__`).
+    """
+    keeps_schedule = {**choice.job.raw, **changes}.get("use_checkpoint_opt_param_scheduler")
+    return batch_of(choice.job)[1] not in (choice.global_batch, None) and not keeps_schedule
 
 
 def _divisor(candidate: FoundLayout) -> int | None:
@@ -66,13 +81,14 @@ def flags_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})
     if choice.job.global_batch_size is None:
         return flags
     flags += [f"--micro-batch-size {choice.micro_batch}", f"--global-batch-size {choice.global_batch}"]
-    # Megatron asserts that the two flags are not given together (`OptimizerParamScheduler.__init__`).
-    keeps_schedule = changes.get("use_checkpoint_opt_param_scheduler") or choice.job.raw.get(
-        "use_checkpoint_opt_param_scheduler"
-    )
-    if choice.global_batch != batch_of(choice.job)[1] and not keeps_schedule:
+    if _overrides_schedule(choice, changes):
         flags.append("--override-opt_param-scheduler")
     return flags
+
+
+def keeps_grid(layout: ParallelLayout, old: ParallelLayout) -> bool:
+    """Return whether random states are restored: their ranks are those of the old grid of TP and PP."""
+    return (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
 
 
 def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> list[str]:
@@ -96,7 +112,7 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
             f"the vocabulary is padded from {rows.stored:,} to {padded}: untrained rows take part in the softmax"
         )
     if job.raw.get("use_megatron_fsdp"):
-        notes.append("planned for the distributed optimizer: --use-megatron-fsdp divides weights and gradients, too")
+        notes.append("what is read is that of a job without --use-megatron-fsdp, whose ranks read parts of weights")
     if any(job.raw.get(name, 1) not in (None, 1) for name in WEIGHT_SHARDS):
         notes.append("planned without weight shards: leave --tensor-parallel-num-weight-shards out")
     if job.rampup_batch_size:

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order
 from mcore_ckpt_ext.continuity.mathematics import Difference
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
-from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
+from mcore_ckpt_ext.families.forward_pass import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
@@ -20,6 +20,7 @@ from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.layout_choice.elastic import use_key
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
@@ -28,7 +29,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
-from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
+from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.versions import has_job, stock_resumes, writer_of
@@ -104,7 +105,7 @@ class LayoutPlan(ShortRepr):
         layouts: accepted layouts, best first, as many as requested; if that is not all, layouts that differ in virtual
             stages alone are one.
         fewer: the best layouts of fewer GPUs that keep the tensor parallel size and the batch, if the best layout of
-            all GPUs does not.
+            all GPUs does not; first those that an elastic job prefers.
         accepted: the number of accepted layouts.
         least_memory: the least memory of a GPU, in bytes, with which any accepted layout works; None if none is
             accepted.
@@ -184,7 +185,7 @@ def plan(
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         stated: Mapping[str, Any] = arguments or {}
-        refuse_unknown_names(stated)
+        check_passed(stated)
         job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**stated))
         version, release_source = release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
@@ -239,6 +240,7 @@ def _parameters(checkpoint: CheckpointView) -> int:
 
 
 _MOST_FEWER = 64
+_MOST_COMPARED = 4
 
 
 def _with_fewer_gpus(
@@ -249,7 +251,9 @@ def _with_fewer_gpus(
     buffers: Buffers,
     candidates: Sequence[FoundLayout],
 ) -> list[FoundLayout]:
-    """Return the best layout for each of the next smaller numbers of GPUs that keep TP and the batch.
+    """Return the best layouts of fewer GPUs that keep TP and the batch, as an elastic job orders them.
+
+    Of the next smaller numbers of GPUs with such a layout, some use less of the time of all GPUs than others.
 
     Returns:
         At most two; none if the best layout of all GPUs keeps both.
@@ -261,13 +265,13 @@ def _with_fewer_gpus(
     if candidates and keeps(candidates[0]):
         return []
     fewer: list[FoundLayout] = []
-    for gpus in range(request.gpus - 1, max(request.gpus - _MOST_FEWER, request.gpus // 2) - 1, -1):
-        if gpus == 0 or gpus % old.tensor or len(fewer) == 2:
+    for gpus in range(request.gpus - 1, max(request.gpus - _MOST_FEWER, request.gpus // 2, 1) - 1, -1):
+        if gpus % old.tensor or len(fewer) == _MOST_COMPARED:
             continue
         smaller = replace(request, gpus=gpus, pins={"tensor": old.tensor})
         best = next(filter(keeps, search(job, table, old, smaller, buffers).found), None)
         fewer += [best] if best is not None else []
-    return fewer
+    return sorted(fewer, key=lambda candidate: use_key(candidate, old, request))[:2]
 
 
 def check_gpus(*numbers: int) -> None:
@@ -309,9 +313,8 @@ def _planned(
 ) -> PlannedLayout:
     choice, layout = candidate.choice, candidate.choice.layout
     running = job.replace(**arguments_of(candidate))
-    batch: dict[str, Any] = {} if job.global_batch_size is None else {"global_batch_size": choice.global_batch}
     is_moved = bool(placement_changes(job, running))
-    keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
+    keeps = keeps_grid(layout, old)
     per_rank = [
         stage.dense.bytes_read(choice.optimizer_ranks) + stage.experts.bytes_read(choice.expert_optimizer_ranks)
         for stage in candidate.holdings
@@ -334,7 +337,7 @@ def _planned(
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
         stock_resumes=stock_resumes(checkpoint, is_moved, version),
         keeps_random_state=keeps,
-        data=data_order(job, running.replace(**batch)),
+        data=data_order(job, running),
         differences=candidate.differences,
         flags=" ".join(flags_of(candidate)),
         removed_flags=tuple(removed_flags_of(candidate, job)),

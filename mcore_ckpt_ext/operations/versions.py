@@ -243,16 +243,44 @@ def stock_resumes(checkpoint: CheckpointView, placement_changed: bool, version: 
         version: the release of Megatron that runs.
     """
     loading = checkpoint.format_reader.loading
+    # Without stored arguments stock Megatron assumes that the checkpoint has layout TP1 x PP1.
+    is_moved = placement_changed or _is_of_bridge(checkpoint)
     return (
-        loading.in_megatron
+        loading.is_read_by(version)
         and not loading.failure
         # Rank folders are found by the running layout (`get_checkpoint_name`), whatever they contain.
         and not (loading.by_rank and placement_changed)
         and not _lacks_natural_shapes(checkpoint)
-        and stock_can_load(checkpoint.optimizer_format, placement_changed, version)
+        and stock_can_load(checkpoint.optimizer_format, is_moved, version)
+        and not _is_offloaded(checkpoint)
+        and not _is_of_torch_adam(checkpoint)
         and not _is_shifted(checkpoint)
         and not _stores_remainders_as_masters(checkpoint)
     )
+
+
+def _is_offloaded(checkpoint: CheckpointView) -> bool:
+    """Return whether a distributed optimizer runs on the CPU, in part.
+
+    See "CPU offloading" of `megatron/policy.py`.
+    """
+    arguments = checkpoint.arguments
+    return bool(arguments.use_distributed_optimizer and arguments.optimizer_cpu_offload)
+
+
+def _is_of_torch_adam(checkpoint: CheckpointView) -> bool:
+    """Return whether torch's Adam wrote the groups of a distributed optimizer.
+
+    A job with fused Adam lacks a setting of them, and one with torch's Adam asserts that there was a step: see
+    "settings of fused Adam" and "torch's Adam" of `megatron/policy.py`.
+    """
+    if not checkpoint.arguments.use_distributed_optimizer or not checkpoint.optimizer_format:
+        return False
+    try:
+        groups = checkpoint.param_groups()
+    except CheckpointError:  # what cannot be read says nothing about how it was written
+        return False
+    return any("amsgrad" in group for group in groups) and not any("bias_correction" in group for group in groups)
 
 
 def _stores_remainders_as_masters(checkpoint: CheckpointView) -> bool:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.formats.param_group_assignment import decay_of, is_decoupled
+from mcore_ckpt_ext.formats.param_group_assignment import decay_of, decays_by_rule, is_decoupled
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.model_space.names import of_experts as is_of_experts
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, Group, identity, rule_of, with_defaults
 
 _BOUNDS_OF_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
 
 
 def simulated_groups(
-    stored: Sequence[Group], written: JobArguments, running: JobArguments, *, has_expert_optimizer: bool
+    stored: Sequence[Group],
+    written: JobArguments,
+    running: JobArguments,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    has_expert_optimizer: bool,
 ) -> list[list[dict[str, Any]]]:
     """Return the groups of each optimizer without a step, as in a new optimizer.
 
@@ -21,19 +27,27 @@ def simulated_groups(
         stored: all groups of the checkpoint, possibly repeated.
         written: the arguments of the job that wrote it.
         running: the arguments of the job that resumes.
+        shapes: the shape of each parameter.
         has_expert_optimizer: whether experts have an optimizer of their own in the resuming job.
     """
-    return [
-        list(_distinct(stored, written, running, of_experts=of_experts).values())
-        for of_experts in ([False, True] if has_expert_optimizer else [False])
-    ]
+    optimizers = []
+    for of_experts in [False, True] if has_expert_optimizer else [False]:
+        decays = {
+            decays_by_rule(name, shape, running)
+            for name, shape in shapes.items()
+            if not has_expert_optimizer or is_of_experts(name) is of_experts
+        }
+        # Experts without biases have no group without weight decay.
+        has_rule = not running.raw.get("no_weight_decay_cond_type")
+        groups = [group for group in with_defaults(stored) if not has_rule or bool(decay_of(group)) in decays]
+        optimizers.append(list(_distinct(groups, written, running, of_experts=of_experts).values()))
+    return optimizers
 
 
 def _distinct(
-    stored: Sequence[Group], written: JobArguments, running: JobArguments, *, of_experts: bool
+    groups: Sequence[Group], written: JobArguments, running: JobArguments, *, of_experts: bool
 ) -> dict[str, dict[str, Any]]:
     distinct: dict[str, dict[str, Any]] = {}
-    groups = with_defaults(stored)
     rates = decoupled_bounds(running)
     was_decoupled = any(is_decoupled(group, written) for group in groups)
     for group in groups:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.communicator import Communicator, SingleProcess
+from mcore_ckpt_ext.continuity.mathematics import differences_of_jobs
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, reraise_as_unreadable
-from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
+from mcore_ckpt_ext.families.forward_pass import check_passed
 from mcore_ckpt_ext.formats.accounts import account_of_load
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -22,6 +23,7 @@ from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.resume import LIVE_MODEL, ResumeOptions
 from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RESUMING, MegatronLoad
 from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator
@@ -58,7 +60,7 @@ def rehearse(
         path: a run folder (its newest iteration) or an iteration folder.
         gpus: number of GPUs.
         sizes: the size of each dimension, by its name in `ParallelLayout`; see `target.sizes_in`.
-        megatron_version: the release that would run; by default the installed one, or else the newest known one.
+        megatron_version: the release that would run; by default the installed one, else that of the checkpoint.
         full: whether to compare all masters with their weights, not only samples.
         arguments: arguments of the job that wrote the checkpoint, if the checkpoint does not store them.
         changes: arguments of the resuming job that differ, other than its layout.
@@ -69,13 +71,15 @@ def rehearse(
         UsageError: an argument has an invalid value.
         CheckpointError: the checkpoint cannot be read, or a rehearsal does not support the job.
     """
-    refuse_unknown_names(arguments or {})
+    check_passed(arguments or {})
     if not any_change:
         check_changes(changes or {})
     check_gpus(gpus)
     version = version_number(megatron_version)
-    plain = Rehearsal(SCHEMA, str(path), gpus, "not known", in_words({**sizes}), str(version))
-    request = _Request(gpus, sizes, version, arguments or {}, changes or {}, full=full, team=team or SingleProcess())
+    plain = Rehearsal(SCHEMA, str(path), gpus, "not known", in_words({**sizes}), str(version), "")
+    request = _Request(
+        gpus, sizes, megatron_version, version, arguments or {}, changes or {}, full=full, team=team or SingleProcess()
+    )
     with reraise_as_unreadable(path), collector_paused():
         try:
             return _Rehearsing(as_path(path), request, plain).result()
@@ -89,6 +93,7 @@ class _Request:
 
     gpus: int
     sizes: Mapping[str, int]
+    stated_version: str | None
     version: Version
     arguments: Mapping[str, Any]
     changes: Mapping[str, Any]
@@ -116,11 +121,14 @@ class _Rehearsing:
             return replace(self._plain, refusal=str(refused.error), is_verbatim=is_verbatim)
 
     def _rehearsed(self) -> Rehearsal:
-        request = self._request
         load = self._found()
+        request = self._request
         communicator = SimulatedCommunicator(request.gpus, beyond_rehearsal=(UnsupportedCheckpointError, UsageError))
         opening = replace(communicator, beyond_rehearsal=())
         checkpoint = opening.agree(lambda: _opened(load.session), "looking at the checkpoint")[0]
+        version, source = release_of(checkpoint, request.stated_version)
+        self._request = request = replace(request, version=version)
+        self._plain = replace(self._plain, megatron_version=str(version), megatron_version_source=source)
         written = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**request.arguments))
         self._plain = replace(self._plain, old_layout=str(ParallelLayout.from_arguments(written)))
         # The table of its parameters needs the packing of the buffers, which ranks of a job recover when they plan.
@@ -134,6 +142,8 @@ class _Rehearsing:
             iteration=checkpoint.iteration,
             optimizer_format=checkpoint.optimizer_format,
             flags=job.flags,
+            removed_flags=job.removed_flags,
+            notes=job.notes,
         )
         if job.refused is not None:
             return replace(self._plain, refusal=f"Megatron does not accept this layout: {job.refused}")
@@ -202,6 +212,7 @@ class _Rehearsing:
             is_full_proof=self._request.full,
             order_sources=_extra_parameter_orders(checkpoint),
             data=load.data,
+            differences=differences_of_jobs(written, ranks.job.arguments, self._request.version),
             given=tuple(self._given(checkpoint, ranks.job, written)),
         )
 

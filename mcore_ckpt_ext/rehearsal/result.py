@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.continuity.data_order import DataOrder
+from mcore_ckpt_ext.continuity.mathematics import Difference
 from mcore_ckpt_ext.defaults import SCHEMAS
 
 SCHEMA = SCHEMAS["plan"]
@@ -20,6 +21,7 @@ class Rehearsal:
         old_layout: the layout of the job that wrote the checkpoint, as text.
         new_layout: the layout of the job that resumes.
         megatron_version: the release that runs it.
+        megatron_version_source: where that number is from.
         iteration: the iteration that is loaded.
         optimizer_format: the format of the stored optimizer.
         will_succeed: whether all checks passed; valid under the conditions of `given`.
@@ -39,7 +41,10 @@ class Rehearsal:
         order_sources: the sources of the parameter order.
         given: assumptions of the rehearsal, which are true for a job with the same options as before.
         flags: flags for the job's command line.
+        removed_flags: flags of the old job that contradict these, and must not be given.
+        notes: changes for the user.
         data: whether the data goes on in the same order; None if that was not reached.
+        differences: all that training computes otherwise than before, apart from rounding.
     """
 
     schema: int
@@ -48,6 +53,7 @@ class Rehearsal:
     old_layout: str
     new_layout: str
     megatron_version: str
+    megatron_version_source: str
     iteration: int | None = None
     optimizer_format: str | None = None
     will_succeed: bool = False
@@ -67,4 +73,7 @@ class Rehearsal:
     order_sources: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     flags: str = ""
+    removed_flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     data: DataOrder | None = None
+    differences: tuple[Difference, ...] = ()

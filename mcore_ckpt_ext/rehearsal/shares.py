@@ -162,13 +162,18 @@ class Shares:
         return numbers[self._team.rank :: self._team.size]
 
     def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
-        """Yield (reads, parts): how often the job reads each part; ranks that share state read it once."""
+        """Yield (reads, parts): how often the job reads each part; ranks that share state read it once.
+
+        Each of `--num-distributed-optimizer-instances` has a whole optimizer.
+        """
         state = self._checkpoint.optimizer
         by_reads = dict[int, list[int]]()
-        is_shared = is_layer_wise(self._job.arguments)  # whole parameters, but each on one of the ranks
+        arguments = self._job.arguments
+        is_shared = is_layer_wise(arguments)  # whole parameters, but each on one of the ranks
+        instances = arguments.num_distributed_optimizer_instances or 1
         for number, part in enumerate(held):
             is_shared_out = is_shared or state.is_distributed(part.shard.name)
-            ranks = 1 if is_shared_out else self._job.copies(part.places[0])
+            ranks = instances if is_shared_out else self._job.copies(part.places[0])
             by_reads.setdefault(len(part.places) * ranks, []).append(number)
         yield from by_reads.items()
 

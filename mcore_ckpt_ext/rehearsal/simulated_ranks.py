@@ -29,6 +29,7 @@ from mcore_ckpt_ext.rehearsal.groups import simulated_groups
 from mcore_ckpt_ext.rehearsal.optimizers import simulated_chain
 from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob, dtype_of
 from mcore_ckpt_ext.rehearsal.shares import Shares
+from mcore_ckpt_ext.rehearsal.target import OTHER_OPTIMIZERS
 from mcore_ckpt_ext.versions import Version
 
 
@@ -160,8 +161,9 @@ class SimulatedRanks:
                     hint="start the job: stock Megatron loads weights under any layout",
                 )
             )
-        # Other optimizers than Adam are not simulated.
-        self.assessment = assessment if kind_named(running.raw) in (None, "adam") else None
+        # Other optimizers than Adam are not simulated, nor are those of FSDP.
+        is_simulated = kind_named(running.raw) in (None, "adam") and not any(map(running.raw.get, OTHER_OPTIMIZERS))
+        self.assessment = assessment if is_simulated else None
         return assessment
 
     def read_model(self, resume: Resume) -> RankSummary:
@@ -217,8 +219,9 @@ class SimulatedRanks:
     def groups(self, checkpoint: CheckpointView) -> list[list[dict[str, Any]]]:
         """Return the parameter groups of each optimizer of the job."""
         has_experts = ParallelLayout.from_arguments(self._running).separates_experts
+        shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in checkpoint.names(WEIGHT)}
         return simulated_groups(
-            checkpoint.param_groups(), self._written, self._running, has_expert_optimizer=has_experts
+            checkpoint.param_groups(), self._written, self._running, shapes, has_expert_optimizer=has_experts
         )
 
     @property

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.job.layer_form import LAYER_FORM, check_layer_form
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
-from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of
+from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_rules import search_sizes
 from mcore_ckpt_ext.versions import Version
 
@@ -89,12 +89,16 @@ class TargetJob:
 
     Attributes:
         flags: flags for its command line.
+        removed_flags: flags of the old job that contradict these.
+        notes: changes for the user.
         refused: why Megatron does not accept the layout; None if it does.
     """
 
     arguments: JobArguments
     layout: ParallelLayout
-    flags: str
+    flags: str = ""
+    removed_flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     refused: str | None = None
 
 
@@ -126,12 +130,19 @@ def target_job(
     result = search_sizes(checkpoint, written, model, gpus, sizes, version)
     if (refusal := result.refusal) is not None:
         layout, reason = refusal
-        return TargetJob(written, layout, "", reason)
+        return TargetJob(written, layout, refused=reason)
     best = result.found[0]
-    changed = {**arguments_of(best), **changes}
+    changed = arguments_of(best, changes)
     changed.setdefault("padded_vocab_size", _rows(checkpoint, written.replace(**changed), sizes["tensor"]))
     running = written.replace(source="the arguments of the job that resumes", **changed)
-    return TargetJob(running, ParallelLayout.from_arguments(running), " ".join(flags_of(best, changes)))
+    layout = ParallelLayout.from_arguments(running)
+    return TargetJob(
+        running,
+        layout,
+        " ".join(flags_of(best, changes)),
+        tuple(removed_flags_of(best, written)),
+        tuple(notes_of(best, written, keeps_grid(layout, ParallelLayout.from_arguments(written)))),
+    )
 
 
 def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArguments:

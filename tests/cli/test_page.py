@@ -233,7 +233,7 @@ def test_the_page_of_a_rehearsal(layout: str, code: int, browser: str, tmp_path:
 
 
 def test_untrusted_names_stay_names_in_a_rehearsal(browser: str, tmp_path: Path) -> None:
-    found = Rehearsal(SCHEMA, HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE, refusal=HOSTILE)
+    found = Rehearsal(SCHEMA, HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE, HOSTILE, refusal=HOSTILE)
     assert_it_stays_text(browser, tmp_path / "page.html", plan_page(found), times=4)
 
 

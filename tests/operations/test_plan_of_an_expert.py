@@ -11,9 +11,11 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout_choice.model_table import PaddedRows
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
 from mcore_ckpt_ext.layout_choice.search import FoundLayout
+from mcore_ckpt_ext.operations.elastic_layout import choose_layout
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_plan import plan
 from tests.harness.checkpoints import fixture_named
@@ -97,6 +99,41 @@ def test_fewer_gpus_may_be_better() -> None:
     assert not plan(fixture_named("p02").run, 8).fewer
 
 
+@pytest.mark.parametrize("name", ["p01", "p02", "p12", "p22"])
+def test_the_first_of_fewer_gpus_is_what_an_elastic_job_chooses(name: str) -> None:
+    """A stage without layers, or idle stages, may make 5 or 6 GPUs slower than 4."""
+    run = fixture_named(name).run
+    first, *_ = plan(run, 7).fewer
+    assert first.layout == choose_layout(run, 7).layout
+
+
+def test_fewer_gpus_where_no_layout_uses_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two instances of the optimizer have no layout on 3 GPUs, but one on 2."""
+    run = str(fixture_named("p01").run)
+    assert main(["plan", run, "--gpus", "3", "--argument", "num_distributed_optimizer_instances=2"]) == 1
+    shown = capsys.readouterr().out
+    assert "no layout of 3 GPUs is accepted" in shown and "2  TP1 x PP1 x DP2" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "expected"),
+    [
+        ("p22", "0.19.2", True),
+        ("p09", "0.16.1", True),
+        ("p12", "0.16.1", False),
+        ("p32", "0.15.0", True),
+        ("p32", "0.16.1", False),
+        ("p45", "0.19.2", False),
+        ("p49", "0.16.1", False),
+    ],
+)
+def test_stock_resumes_as_the_policy_says(name: str, version: str, expected: bool) -> None:
+    """Under the job's own layout: torch's Adam, zarr, an offloaded optimizer and a folder without arguments."""
+    run = fixture_named(name).run
+    gpus = open_checkpoint(run).layout.world
+    assert plan(run, gpus, megatron_version=version).layouts[0].stock_resumes is expected
+
+
 def test_flags_that_must_go() -> None:
     """Flags of the old job that contradict the new ones are named."""
     old = {"decoder_first_pipeline_num_layers": 2, "pipeline_model_parallel_size": 3, "data_parallel_size": 2}
@@ -171,7 +208,9 @@ def test_a_dimension_twice_or_a_word_as_a_number(capsys: pytest.CaptureFixture[s
     assert "given twice" in capsys.readouterr().err
     assert main(["plan", run, "--gpus", "4", "--argument", "global_batch_size=banana"]) == 2
     message = capsys.readouterr().err
-    assert "global_batch_size" in message and "banana" in message
+    assert "global_batch_size='banana'; expected: a whole number from 1" in message
+    assert "correct the value after --argument" in message and "another copy" not in message
+    assert main(["plan", run, "--gpus", "4", "--argument", "micro_batch_size=0"]) == 2
 
 
 def test_plan_in_python_and_its_counts() -> None:

@@ -13,8 +13,10 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.operations import assumed_release
 from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
@@ -67,6 +69,46 @@ def test_it_reads_what_the_plan_says(name: str, layout: str, gpus: int) -> None:
     assert found.bytes_read == planned.read_in_all
 
 
+@pytest.mark.parametrize("gpus", [None, 3])
+@pytest.mark.parametrize("name", INTACT)
+def test_it_says_of_a_layout_what_the_plan_says(name: str, gpus: int | None) -> None:
+    """Of the job's own layout, and of the first for 3 GPUs, under which the global batch changes."""
+    run = fixture_named(name).run
+    first, *_ = plan(run, gpus or open_checkpoint(run).layout.world).layouts
+    found = rehearsed(run, " ".join(f"{label}={first.sizes[label]}" for label in PINS), first.gpus)
+    assert found.will_succeed
+    for said in ("flags", "removed_flags", "notes", "data", "differences"):
+        assert getattr(found, said) == getattr(first, said), said
+    if found.loaded_by is not None:
+        assert (found.loaded_by == STOCK) == first.stock_resumes
+
+
+def test_every_instance_of_the_optimizer_reads_its_state() -> None:
+    run = fixture_named("p01").run
+    arguments = {"num_distributed_optimizer_instances": 2}
+    found = rehearsed(run, "tp=2", 4, arguments=arguments)
+    (planned,) = plan(run, 4, pins={"tp": 2, "pp": 1}, arguments=arguments).layouts
+    assert found.bytes_read == planned.read_in_all > rehearsed(run, "tp=2", 4).bytes_read
+
+
+def test_another_global_batch_is_another_training() -> None:
+    found = rehearsed("p01", "tp=1", 3)
+    assert "--global-batch-size 9 --override-opt_param-scheduler" in found.flags
+    assert found.data is not None and "not known whether in the same order" in found.data.sentence
+    assert [difference.feature for difference in found.differences] == ["another --global-batch-size"]
+    assert found.notes[0].startswith("the global batch changes from 8 to 9")
+
+
+def test_the_release_is_that_of_the_checkpoint_where_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assumed_release, "is_installed", lambda: False)
+    found = rehearsed("p01", "tp=2", 4)
+    assert (found.megatron_version, found.megatron_version_source) == (
+        "0.16",
+        "that of the checkpoint; none is installed",
+    )
+    assert rehearsed("p01", "tp=2", 4, megatron_version="0.18").megatron_version_source == "as stated"
+
+
 def test_layers_stored_in_the_other_form_are_resumed() -> None:
     """`--moe-layer-freq` as a list describes the same model, and another one is refused."""
     assert rehearsed("p09", "ep=2", 2, changes={"moe_layer_freq": [1, 1, 1, 1]}).will_succeed
@@ -93,6 +135,9 @@ def test_lost_elements_are_refused(name: str) -> None:
         ("p45", "pp=2", 4, PACKAGE, "CPU offloading"),
         ("p47b", "tp=2", 4, PACKAGE, "optimizer arguments"),
         ("p43", "pp=2", 4, None, None),
+        ("p22", "pp=2 ep=2", 8, STOCK, None),
+        ("p09", "ep=4", 4, PACKAGE, "layout"),
+        ("p51", "tp=2", 4, None, None),
     ],
 )
 def test_who_loads_the_optimizer(name: str, layout: str, gpus: int, loader: str | None, check: str | None) -> None:

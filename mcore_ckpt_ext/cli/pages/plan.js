@@ -18,11 +18,12 @@ function memoryOfGpus() {
   return card("Memory of a GPU", ...parts);
 }
 
-function details(one) {
-  const opened = element("details", {}, element("summary", {}, "flags"), element("code", {}, one.flags));
-  for (const text of one.notes) opened.append(note(text));
-  return opened;
+function flagsOf(one) {
+  const removed = one.removed_flags.length ? [`Leave out, if your command has them: ${one.removed_flags.join(", ")}`] : [];
+  return [element("code", {}, one.flags), ...[...removed, ...one.notes].map(note)];
 }
+
+const details = (one) => element("details", {}, element("summary", {}, "flags"), ...flagsOf(one));
 
 const layouts = () => searchable(
   "Layouts that Megatron accepts, best first", "search", data.layouts, (one) => one.layout,
@@ -55,7 +56,7 @@ function listed() {
   const parts = [...headed(title, data.path), card("Checkpoint and GPUs", facts(known))];
   if (data.layouts.length) {
     const best = data.layouts[0];
-    parts.push(card(`Flags for ${best.layout}`, element("code", {}, best.flags), ...best.notes.map(note)), layouts(), memoryOfGpus());
+    parts.push(card(`Flags for ${best.layout}`, ...flagsOf(best)), layouts(), memoryOfGpus());
   }
   return [title, data.nearest.length ? [...parts, ...excluded()] : parts];
 }
@@ -80,7 +81,7 @@ function rehearsed() {
       ["to be read", `${size(data.bytes_read)} by all ranks`],
     ])),
     card("Taken for granted", ...data.given.map((text) => element("p", {}, text))),
-    card("Flags", element("code", {}, data.flags)),
+    card("Flags", ...flagsOf(data)),
   );
   return [title, parts];
 }

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
-from mcore_ckpt_ext.families.forward_pass import notes_on, refuse_unknown_names, unknown
+from mcore_ckpt_ext.families.forward_pass import check_passed, notes_on, unknown
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.auxiliary_files import (
@@ -98,7 +98,7 @@ class HuggingFaceTarget:
         vision_names = {tensor.regions[0].name for tensor in self._vision_tensors}
         names = [name for name in checkpoint.weights.names() if name not in vision_names]
         passed = parse_assignments(options.arguments)
-        refuse_unknown_names(passed)
+        check_passed(passed)
         self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
         recorded = checkpoint.arguments
         model = complete(recorded.replace(source=self._where, **passed) if passed else recorded)

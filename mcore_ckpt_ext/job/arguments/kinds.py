@@ -81,14 +81,15 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_whole, value))
 
 
-def _up_to(most: int) -> Kind[int]:
-    return Kind(f"a whole number from 0 to {most:,}", lambda value: is_whole(value) and 0 <= value <= most)
+def _up_to(most: int, least: int = 0) -> Kind[int]:
+    return Kind(f"a whole number from {least} to {most:,}", lambda value: is_whole(value) and least <= value <= most)
 
 
 LAYER_COUNT = _up_to(MOST_LAYERS)
 COUNT = _up_to(MOST_EXPERTS)
 RANK_COUNT = _up_to(MOST_RANKS)
 ELEMENT_COUNT = _up_to(_MOST_ELEMENTS)
+BATCH_SIZE = _up_to(_MOST_ELEMENTS, 1)
 SAMPLE_COUNT = _up_to(_MOST_SAMPLES)
 SWITCH: Kind[bool] = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT: Kind[str] = Kind("a text", lambda value: isinstance(value, str))

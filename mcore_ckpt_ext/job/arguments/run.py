@@ -8,6 +8,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.job.arguments.conditions import WITH_BLOCKS, WITH_EXPERTS, WITH_PATTERN
 from mcore_ckpt_ext.job.arguments.kinds import (
     ANYTHING,
+    BATCH_SIZE,
     ELEMENT_COUNT,
     LAYER_COUNT,
     NOT_NEGATIVE,
@@ -100,7 +101,7 @@ class RunTable:
     ckpt_fully_parallel_save = Argument(SWITCH.optional, NOTHING, None, reads("checkpoint.fully_parallel_save"))
     dist_ckpt_strictness = Argument(TEXT.optional, NOTHING, None, reads("checkpoint"), since="0.8")
     seq_length = Argument(ELEMENT_COUNT.optional, NOTHING)
-    global_batch_size = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("train"))
+    global_batch_size = Argument(BATCH_SIZE.optional, NOTHING, None, reads("train"))
     rampup_batch_size = Argument(ANYTHING.optional, NOTHING, None, reads("train"))
     consumed_train_samples = Argument(SAMPLE_COUNT.optional, NOTHING)
     consumed_valid_samples = Argument(SAMPLE_COUNT.optional, NOTHING)
@@ -110,7 +111,7 @@ class RunTable:
     params_dtype = Argument(ANYTHING.optional, NOTHING)
 
     # The order of the data, and the sizes of batches: see `continuity.data_order`.
-    micro_batch_size = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("train"))
+    micro_batch_size = Argument(BATCH_SIZE.optional, NOTHING, None, reads("train"))
     train_iters = Argument(SAMPLE_COUNT.optional, NOTHING, None, reads("train"))
     train_samples = Argument(SAMPLE_COUNT.optional, NOTHING, None, reads("train"))
     decrease_batch_size_if_needed = Argument(SWITCH.optional, NOTHING, None, reads("train"), since="0.9")
