@@ -100,7 +100,7 @@ def check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
 
 
 def _other_precision(job: JobArguments) -> str | None:
-    """Return the half precision in which a job stores no weight; None if its arguments do not say its own.
+    """Return the half precision in which a job stores no weight; None if that is unknown.
 
     Megatron casts the whole model to one of them (`Float16Module`, megatron/core/transformer/module.py, core_v0.7.0 to
     0.19.2).
