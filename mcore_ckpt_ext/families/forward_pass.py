@@ -49,8 +49,12 @@ def classified(names: Collection[str]) -> set[str]:
     return without_effect(names) | (set(names) & ROWS.keys())
 
 
-def check_passed(passed: Mapping[str, Any]) -> None:
+def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
     """Refuse arguments that a user passes and that Megatron does not have, or not with such a value.
+
+    Args:
+        passed: the arguments.
+        where: the checkpoint and the command's options, for the error.
 
     Raises:
         UsageError: names the first one, and a similar one that Megatron has, or what its value may be.
@@ -66,8 +70,9 @@ def check_passed(passed: Mapping[str, Any]) -> None:
     for name, expected in invalid_values(passed):
         raise UsageError(
             "an argument has a value that no job can have",
-            found=f"{name}={format_untrusted(passed[name])}",
+            found=f"{name}: {format_untrusted(passed[name])}",
             expected=expected,
+            where=where,
             hint="correct the value after --argument",
         )
 

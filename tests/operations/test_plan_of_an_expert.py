@@ -208,7 +208,7 @@ def test_a_dimension_twice_or_a_word_as_a_number(capsys: pytest.CaptureFixture[s
     assert "given twice" in capsys.readouterr().err
     assert main(["plan", run, "--gpus", "4", "--argument", "global_batch_size=banana"]) == 2
     message = capsys.readouterr().err
-    assert "global_batch_size='banana'; expected: a whole number from 1" in message
+    assert "global_batch_size: 'banana'; expected: a whole number from 1" in message
     assert "correct the value after --argument" in message and "another copy" not in message
     assert main(["plan", run, "--gpus", "4", "--argument", "micro_batch_size=0"]) == 2
 

@@ -98,8 +98,8 @@ class HuggingFaceTarget:
         vision_names = {tensor.regions[0].name for tensor in self._vision_tensors}
         names = [name for name in checkpoint.weights.names() if name not in vision_names]
         passed = parse_assignments(options.arguments)
-        check_passed(passed)
         self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
+        check_passed(passed, self._where)
         recorded = checkpoint.arguments
         model = complete(recorded.replace(source=self._where, **passed) if passed else recorded)
         self._check_ignored(model, passed)
