@@ -80,13 +80,13 @@ def test_it_is_the_one_that_saves(held: RunResult) -> None:
     assert len(lines) == 1
     assert "use_persistent_ckpt_worker = True (without it" in lines[0]
     assert "async_strategy" not in lines[0]
-    assert "nvidia_resiliency_ext.checkpointing.async_ckpt.core:PersistentAsyncCaller" in held.output
+    assert "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async prepares a write" in held.output
 
 
 def test_training_goes_on_and_the_checkpoint_is_the_synchronous_one(held: RunResult, base: Path) -> None:
     assert_trained_meanwhile(held.output)
     assert sorted(durable_lines(held.output)) == iterations_in(base / "held" / "checkpoints") == [4, 8, 12]
-    result = run_saving(base / "synchronous", 8, ranks=RANKS, interval=4, more=["--use-dist-ckpt"])
+    result = run_saving(base / "synchronous", 12, ranks=RANKS, interval=4, more=["--use-dist-ckpt"])
     assert result.returncode == 0, result.output[-6000:]
     for iteration in (4, 8):
         folders = [base / name / "checkpoints" / f"iter_{iteration:07d}" for name in ("held", "synchronous")]
