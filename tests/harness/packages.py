@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ ENGINE_VARIABLE = "TE_PATH"
 PEFT, ACCELERATE = "0.21.2", "1.15.0"
 _ENGINE_VERSION = "2.20.2"
 _ENERGON_VERSION = "7.4.1"
+_RESILIENCY_VERSION = "0.7.0"
 # All that an import of Energon needs and that the tests' environment lacks, as of November 2026.
 _BESIDE_ENERGON = (
     "braceexpand==0.1.7", "bracex==3.2.3", "deprecation==2.1.0", "filetype==1.2.0", "jsonschema==4.26.0",
@@ -47,6 +49,12 @@ def installed_beside(package: str, version: str, *options: str) -> Path:
 def energon() -> Path:
     """Return a folder with megatron-energon and all that it imports."""
     return installed_beside("megatron-energon", _ENERGON_VERSION, "--only-binary=:all:", *_BESIDE_ENERGON)
+
+
+def resiliency() -> Path:
+    """Return a folder with nvidia-resiliency-ext, whose wheels name a newer C library than what jobs import needs."""
+    wheels = ("--only-binary=:all:", "--platform", f"manylinux_2_39_{platform.machine()}")
+    return installed_beside("nvidia-resiliency-ext", _RESILIENCY_VERSION, *wheels)
 
 
 @cache

@@ -1,7 +1,4 @@
-"""Test jobs whose newest checkpoint is a local one (`--non-persistent-ckpt-type local`), which has one layout only.
-
-NVRX_PATH: see test_nvrx.py.
-"""
+"""Test jobs whose newest checkpoint is a local one (`--non-persistent-ckpt-type local`), which has one layout only."""
 
 from __future__ import annotations
 
@@ -16,18 +13,16 @@ from megatron_on_cpu.launch import RunResult
 
 from tests.harness.jobs import run_job
 from tests.harness.layouts import Layout
+from tests.harness.packages import resiliency
 
-VARIABLE = "NVRX_PATH"
-pytestmark = pytest.mark.skipif(
-    VARIABLE not in os.environ, reason=f"runs nvidia-resiliency-ext: {VARIABLE}=FOLDER (see test_nvrx.py)"
-)
+pytestmark = pytest.mark.nightly
 TENSOR, PIPELINE = Layout(2, 1, 2), Layout(1, 2, 2)
 
 
 def run(folder: Path, layout: Layout, disk: Path, **options: Any) -> RunResult:
     flags = ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", str(disk)]
     flags += ["--non-persistent-save-interval", "2", "--non-persistent-local-ckpt-algo", "atomic"]
-    path = os.pathsep.join([str(Path(launch.__file__).parents[1]), os.environ[VARIABLE]])
+    path = os.pathsep.join([str(Path(launch.__file__).parents[1]), str(resiliency())])
     return run_job(folder, layout, more=flags, environment={"PYTHONPATH": path}, **options)
 
 

@@ -1,7 +1,4 @@
-"""Test background saves with the strategy `nvrx`, which Megatron 0.17 and later prefer if it is installed.
-
-NVRX_PATH is a folder with nvidia-resiliency-ext 0.6.0 or later in it: `pip install --no-deps --target FOLDER`.
-"""
+"""Test background saves with the strategy `nvrx`, which Megatron 0.17 and later prefer if it is installed."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from megatron_on_cpu.launch import RunResult
 
 from mcore_ckpt_ext.operations.comparison import compare
 from tests.harness.jobs import RANK_SCRIPTS
+from tests.harness.packages import resiliency
 from tests.harness.saving import (
     ASYNCHRONOUS,
     CAUSES,
@@ -27,12 +25,7 @@ from tests.harness.saving import (
     run_saving,
 )
 
-VARIABLE = "NVRX_PATH"
-pytestmark = pytest.mark.skipif(
-    VARIABLE not in os.environ,
-    reason="runs nvidia-resiliency-ext 0.6.0 or later (pip install --no-deps --only-binary=:all: --platform "
-    f"manylinux_2_39_x86_64 --target FOLDER): {VARIABLE}=FOLDER python3 scripts/run_tests.py tests/jobs/test_nvrx.py",
-)
+pytestmark = pytest.mark.nightly
 RANKS = 2
 # Its writer would otherwise ask for a GPU of its own.
 FLAGS = (*ASYNCHRONOUS, "--async-ckpt-use-cpu-shm")
@@ -48,8 +41,8 @@ TROUBLES = {
 
 
 def beside(**environment: str) -> dict[str, Any]:
-    """What puts the package of NVRX_PATH into a job."""
-    path = os.pathsep.join([str(Path(launch.__file__).parents[1]), os.environ[VARIABLE]])
+    """What puts the package into a job."""
+    path = os.pathsep.join([str(Path(launch.__file__).parents[1]), str(resiliency())])
     return {
         "ranks": RANKS,
         "environment": {"PYTHONPATH": path, **environment},
