@@ -1,6 +1,7 @@
 """The test command: creates an environment, then runs the linters and the tests in it.
 
-Jobs of one feature each take longest: they are marked `nightly`, and run by name or with `--nightly`.
+Jobs of one feature each, and every second row of tests of all checkpoints or families, are marked `nightly`, and run by
+name or with `--nightly`.
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
 them those tests are skipped. ColossalAI's tests run in a second environment, because it needs an older transformers.
@@ -104,7 +105,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="neither jobs nor `thorough` tests: minutes")
     which.add_argument("--changed", action="store_true", help="the tests nearest to what differs from the main branch")
-    which.add_argument("--nightly", action="store_true", help="also jobs of one feature each: more than an hour")
+    which.add_argument("--nightly", action="store_true", help="all rows, and jobs of one feature each: an hour more")
     add_options(parser)
     words, options = list(words), []
     if "--" in words:

@@ -1,4 +1,4 @@
-"""Marks most rows of tests of all stored checkpoints or model families as `thorough`, which `--quick` leaves out."""
+"""Marks rows of tests of all stored checkpoints or model families that `--quick`, or the test command, leaves out."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import pytest
 
 from tests.harness.checkpoints import FIXTURES
 
-# A test of more checkpoints or families than the first number keeps every fourth with `--quick`: neighbors are alike.
-_FEW, _STEP = 8, 4
+# A test of more checkpoints or families than the first number keeps every fourth with `--quick`, and every second in
+# the test command: neighbors are alike.
+_FEW = 8
+_KEPT = {"thorough": 4, "nightly": 2}
 _CHECKPOINTS = {form for name in FIXTURES for form in (name, name.partition("_")[0])}
 
 
 def mark_rows(items: Iterable[pytest.Item]) -> None:
-    """Mark the rows that a quick run leaves out; of each test it keeps some."""
+    """Mark the rows that a run leaves out; of each test it keeps some."""
     tests: defaultdict[str, dict[str, list[pytest.Item]]] = defaultdict(dict)
     for item in items:
         for name in _subjects(item):
             tests[item.nodeid.partition("[")[0]].setdefault(name, []).append(item)
     for rows in tests.values():
-        left_out = [row for number, own in enumerate(rows.values()) if number % _STEP for row in own]
-        for row in left_out if len(rows) > _FEW else ():
-            row.add_marker(pytest.mark.thorough)
+        if len(rows) <= _FEW:
+            continue
+        for number, own in enumerate(rows.values()):
+            for marker in (marker for marker, step in _KEPT.items() if number % step):
+                for row in own:
+                    row.add_marker(marker)
 
 
 def _subjects(item: pytest.Item) -> Iterable[str]:

@@ -22,6 +22,8 @@ from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.packages import installed_beside, with_transformer_engine
 from tests.harness.programs import Programs
 
+pytestmark = pytest.mark.nightly
+
 BRIDGE = os.environ.get("BRIDGE_VERSION", "0.6.2")
 # Models that also see images, and the pipeline parallel size under which Bridge imports them.
 SEEING = {"qwen2_5_vl": 2, "qwen3_vl": 2, "qwen3_vl_moe": 1, "gemma3": 2}

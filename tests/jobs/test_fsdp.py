@@ -95,6 +95,7 @@ def test_megatron_fsdp_has_every_bit_of_3d_parallelism(resumed: Job, name: str) 
     assert_lives(resumed, name, "p50" if name == "back" else name)
 
 
+@pytest.mark.nightly
 def test_experts_go_there_and_back(in_turn: Results) -> None:
     """TP2 x EP2 of Megatron-FSDP has every bit of TP1 x PP2 x EP2, and so has such a job of what that saves."""
     job, back = in_turn.job("there"), in_turn.job("back")
@@ -127,12 +128,14 @@ def test_one_line_says_what_was_resumed(resumed: Job) -> None:
     assert set(resumed.said_of_loads) < set(about_random_states)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["p32", "p51", "torch_dist"])
 def test_torch_fsdp_has_every_bit_of_3d_parallelism(in_turn: Results, name: str) -> None:
     """And of its own checkpoint, which stock Megatron 0.19.2 fails on: Adam's step, too."""
     assert_lives(in_turn.job("by_torch"), name, "p51" if name == "torch_dist" else name, weights=True)
 
 
+@pytest.mark.nightly
 def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
     job = in_turn.job("by_torch")
     assert reported(job.folder, "p12")["error"].count("the embeddings of the checkpoint are tied") == 1
@@ -148,6 +151,7 @@ def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
     assert verify(job.run).sound
 
 
+@pytest.mark.nightly
 def test_torch_fsdp_takes_weights_alone(in_turn: Results) -> None:
     """Under --no-load-optim, and makes its masters of them."""
     truth = {name: value for name, value in fixture_named("p32").truth.items() if name.startswith("weight.")}

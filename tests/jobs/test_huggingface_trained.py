@@ -21,6 +21,8 @@ from tests.harness.huggingface import VOCABULARY
 from tests.harness.jobs import TIME_LIMIT, WITNESS, finished, run_job
 from tests.harness.layouts import Layout
 
+pytestmark = pytest.mark.nightly
+
 # The whole vocabulary is the tokenizer's: padding takes part in Megatron's softmax, and in no other's.
 TOKENS = {"gpt2": 128, "llama": VOCABULARY}
 STEPS = 8

@@ -22,6 +22,8 @@ from tests.harness.checkouts import VARIABLE, only_for
 from tests.harness.jobs import copy_of, differing
 from tests.harness.layouts import Layout
 
+pytestmark = pytest.mark.nightly
+
 MIXER = ["--mamba-state-dim", "8", "--mamba-head-dim", "8", "--mamba-num-groups", "2", "--mamba-num-heads", "8"]
 PLAIN = ["--position-embedding-type", "none", "--normalization", "RMSNorm", "--disable-bias-linear"]
 PLAIN += ["--untie-embeddings-and-output-weights"]

@@ -19,6 +19,8 @@ from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.packages import installed_beside
 from tests.harness.programs import Programs
 
+pytestmark = pytest.mark.nightly
+
 PACKAGES = {"fiddle": "0.3.1", "libcst": "1.9.0", "absl-py": "2.5.1"}
 
 

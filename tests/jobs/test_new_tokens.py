@@ -15,6 +15,8 @@ from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 ROWS, TOKENS = 128, 200
 GROWN = ["--vocab-size", str(TOKENS), "--make-vocab-size-divisible-by", "128"]
 KEEP = {"MCORE_CKPT_EXT_NEW_TOKENS": "keep"}

@@ -12,6 +12,8 @@ from tests.harness.jobs import RANK_SCRIPTS, SAVED
 from tests.harness.layouts import Layout
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 _LATER = 6
 _DP4, _TP2, _STAGES = Layout(1, 1, 4), Layout(2, 1, 4), Layout(1, 2, 4)
 _DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]

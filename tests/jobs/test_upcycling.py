@@ -10,6 +10,8 @@ from tests.harness.layouts import SEQUENCE, Layout
 from tests.harness.models import EXPERTS
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 PIPELINE, TENSOR = Layout(1, 2, 2), Layout(2, 1, 2)
 LAYOUTS = {"same": (PIPELINE, ()), "moved": (TENSOR, SEQUENCE)}
 PLAIN = ["--disable-bias-linear"]
