@@ -21,6 +21,7 @@ from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.operations.findings import COMPLETE, Finding, error, warning
+from mcore_ckpt_ext.storage.checked_files import is_stored
 from mcore_ckpt_ext.storage.checkpoint_dirs import (
     TRACKER_FILE,
     Tracker,
@@ -121,13 +122,13 @@ def check_folder(stored: FolderIndex) -> list[Finding]:
     if folder_format is None and not _is_iteration(folder, folder_format):
         return [error(COMPLETE, str(folder), "the folder contains no file of a checkpoint")]
     required = _OF_UNFINISHED if folder_format is None else folder_format.required_files
-    missing = [name for name in required if not (folder / name).exists()]
+    missing = [name for name in required if not is_stored(folder / name)]
     return [error(COMPLETE, str(folder / name), _WITHOUT[name], name) for name in missing]
 
 
 def check_index_file(folder: Path) -> Iterator[Finding]:
     """Check the ranks' plans, the part of an index that nothing else reads."""
-    if (folder / METADATA_FILE).exists():
+    if is_stored(folder / METADATA_FILE):
         try:
             check_plans(folder)
         except ContentError as problem:

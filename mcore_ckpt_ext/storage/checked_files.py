@@ -102,6 +102,22 @@ def reading(path: Path) -> Iterator[None]:
         raise unreadable_file("a file cannot be read", error, path) from error
 
 
+def is_stored(path: Path) -> bool:
+    """Return whether a file or folder exists.
+
+    A link that leads to itself is an error; `Path.exists` takes it for a missing file.
+
+    Raises:
+        StorageError: the system does not say.
+    """
+    with reading(path):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
+
+
 def _roots(folder: Path) -> list[Path]:
     real = Path(os.path.realpath(folder))
     snapshots = real.parent

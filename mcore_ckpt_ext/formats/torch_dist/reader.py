@@ -46,6 +46,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognized, unlabeled_format
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.checked_files import is_stored
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -85,7 +86,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def _evidence_of_files(self) -> Iterator[Bound]:
         if COMMON_OBJECT in self.index.objects:
             yield "the common state is an object of the checkpoint (common_state)", *STORES_COMMON_STATE_AS_OBJECT.span
-        if (self.folder / COMMON_FILE).exists():
+        if is_stored(self.folder / COMMON_FILE):
             yield "the common state is a file of its own (common.pt)", *STORES_COMMON_STATE_AS_OBJECT.span_without
         yield from self._evidence_of_index()
 
@@ -113,7 +114,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @override
     def _read_common(self) -> dict[str, Any]:
-        if (self.folder / COMMON_FILE).exists():
+        if is_stored(self.folder / COMMON_FILE):
             archive = TorchArchive(self.reader, COMMON_FILE)
             common = archive.with_values(archive.load())
         elif COMMON_OBJECT in self.index.objects:
