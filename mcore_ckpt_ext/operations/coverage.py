@@ -239,6 +239,16 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
         yield error(COVERED, place, message)
 
 
+def check_stored_groups(checkpoint: CheckpointView) -> None:
+    """Refuse a checkpoint that lacks all optimizer state of a rank that held parameters.
+
+    Raises:
+        UnreadableCheckpointError: it does.
+    """
+    for buffers in checkpoint.optimizer.buffers:
+        raise_first_contradiction(checkpoint, check_groups(buffers))
+
+
 def _nowhere(missing: int, numel: int) -> str:
     elements = f"of {counted(numel, 'element')}"
     return f"{counted(missing, f'{elements} is', f'{elements} are')} not stored anywhere"

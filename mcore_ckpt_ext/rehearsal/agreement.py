@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED, reason_of, refusal
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, StorageError
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, StorageError, UnreadableCheckpointError
 
 Result = TypeVar("Result")
 
@@ -79,15 +79,18 @@ def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbati
         RefusedError: some ranks would refuse.
     """
 
-    def reason(rank: int) -> str | None:
+    def error_of(rank: int) -> CheckpointError | None:
         try:
             work(rank)
         except StorageError:
             raise
         except CheckpointError as error:
-            return reason_of(error)
+            return error
         return None
 
-    reasons = {rank: text for rank in range(ranks) if (text := reason(rank)) is not None}
-    if reasons:
-        raise RefusedError(refusal(phase, reasons), is_verbatim=is_verbatim)
+    errors = {rank: error for rank in range(ranks) if (error := error_of(rank)) is not None}
+    if errors:
+        # Which record of a file a rank reads first, and so names, depends on the order of its reads.
+        of_files = any(isinstance(error, UnreadableCheckpointError) for error in errors.values())
+        reasons = {rank: reason_of(error) for rank, error in errors.items()}
+        raise RefusedError(refusal(phase, reasons), is_verbatim=is_verbatim and not of_files)

@@ -124,15 +124,18 @@ class _Rehearsing:
         load = self._found()
         request = self._request
         communicator = SimulatedCommunicator(request.gpus, beyond_rehearsal=(UnsupportedCheckpointError, UsageError))
-        opening = replace(communicator, beyond_rehearsal=())
+        # The first rank reads the index for all: errors of the index are its own.
+        opening = replace(communicator, beyond_rehearsal=(), is_verbatim=False)
         checkpoint = opening.agree(lambda: _opened(load.session), "looking at the checkpoint")[0]
         version, source = release_of(checkpoint, request.stated_version)
         self._request = request = replace(request, version=version)
         self._plain = replace(self._plain, megatron_version=str(version), megatron_version_source=source)
         written = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**request.arguments))
         self._plain = replace(self._plain, old_layout=str(ParallelLayout.from_arguments(written)))
-        # The table of its parameters needs the packing of the buffers, which ranks of a job recover when they plan.
-        job = communicator.agree(
+        # The table of its parameters needs the packing of the buffers. Ranks of a job recover it when they plan, each
+        # for what it reads, which is all only without pipeline and data parallelism.
+        reads_all = request.gpus == request.sizes.get("tensor", 1)
+        job = replace(communicator, is_verbatim=reads_all).agree(
             lambda: target_job(checkpoint, written, request.gpus, request.sizes, request.version, request.changes),
             "planning the resume",
         )[0]
@@ -152,7 +155,7 @@ class _Rehearsing:
         )
         self._make_ready(load, job)
         ranks.perform((*CHECKING, *DECIDING), load)
-        self._note_loader(ranks, checkpoint)
+        self._note_loader(ranks)
         ranks.perform(RESUMING, load)
         return self._succeeded(load, ranks, written)
 
@@ -184,7 +187,7 @@ class _Rehearsing:
         load.scheduler = SimulatedScheduler(job.arguments)
         load.vocabulary_rows = load.session.checkpoint.vocabulary_rows
 
-    def _note_loader(self, ranks: SimulatedRanks, checkpoint: CheckpointView) -> None:
+    def _note_loader(self, ranks: SimulatedRanks) -> None:
         """Note who loads the optimizer, if that is simulated."""
         if ranks.assessment is None:
             return
@@ -192,8 +195,7 @@ class _Rehearsing:
         check = decision.check
         why = None if check is None else f"{check.name}; stock Megatron cannot do this: {check.consequence}"
         self._plain = replace(self._plain, loaded_by=STOCK if decision.is_stock else PACKAGE, why=why)
-        # If Megatron wrote the state shifted, the job plans after the load by stock Megatron (`check_after_load`).
-        self._plans = not decision.is_stock or bool(checkpoint.optimizer.shifted)
+        self._plans = not decision.is_stock
 
     def _succeeded(self, load: MegatronLoad, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:
         checkpoint = load.checkpoint
