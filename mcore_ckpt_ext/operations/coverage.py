@@ -124,10 +124,12 @@ def check_arrays(buffers: Buffers) -> Iterator[Finding]:
 
 def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
     """Check the pieces of one flat array."""
+    if array.is_contiguous:
+        return
     end = 0
     missing = 0
     twice = 0
-    for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
+    for start, stop in sorted(zip(array.starts, array.stops, strict=True)):
         missing += max(0, start - end)
         twice += max(0, min(end, stop) - start)
         end = max(end, stop)

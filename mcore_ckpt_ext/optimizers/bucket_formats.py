@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import add
 from typing import Any
 
 from mcore_ckpt_ext.job.releases import LOADS_BUCKET_SPACE, LOADS_DP_RESHARDABLE, STORES_FULLY_RESHARDABLE
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, FlatState, GroupKey, kind_of_array
+from mcore_ckpt_ext.optimizers.flat_arrays import ChunkPieces, FlatArray, FlatState, GroupKey, kind_of_array
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, is_of_group
 from mcore_ckpt_ext.storage.budget import whole_number
@@ -62,12 +63,12 @@ def _numel(per_buffer: Any, key: BucketKey) -> int:
 
 
 def _flat(array: StoredArray, numel: int) -> FlatArray:
-    pieces = tuple(
-        FlatPiece(offsets[0], min(offsets[0] + sizes[0], numel), extent, 0)
-        for offsets, sizes, extent in array.chunks
-        if offsets[0] < numel
-    )
-    return FlatArray(numel, array.dtype, pieces)
+    starts, sizes = array.column(0)
+    stops = list(map(add, starts, sizes))
+    if max(stops, default=0) <= numel:
+        return FlatArray(numel, array.dtype, ChunkPieces(starts, stops, array.chunks))
+    pieces = ChunkPieces(starts, [min(stop, numel) for stop in stops], array.chunks)
+    return FlatArray(numel, array.dtype, [piece for piece in pieces if piece.start < numel])
 
 
 def optimizer_children(keys: Iterable[str]) -> int:
