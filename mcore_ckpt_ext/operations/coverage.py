@@ -73,7 +73,7 @@ def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
     whole = all(stored.slice == Slice.whole(stored.slice.regions) for stored in copy)
     if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(tensor.shape) for region in regions):
         return False
-    grid = grid_of(region.offsets for region in regions)
+    grid = grid_of(tuple(region.offsets for region in regions))
     for axis, (begins, end) in enumerate(zip(grid, tensor.shape, strict=True)):
         sizes = dict(zip(begins, map(sub, [*begins[1:], end], begins), strict=True))
         if begins[0] != 0 or begins[-1] > end or any(r.sizes[axis] != sizes[r.offsets[axis]] for r in regions):
