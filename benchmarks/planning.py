@@ -108,32 +108,32 @@ def resident(name: str) -> int:
 
 def hand_over(run: Path, way: Connection) -> None:
     """Do the first rank's work before the others': read the index, check that all files exist, and send it."""
-    begun = time.monotonic()
+    begun, busy = time.monotonic(), time.process_time()
     arguments = argparse.Namespace(load=str(run), ckpt_step=None)
     data = agreed_here(
         "looking", lambda: pickle.dumps(probe_checkpoint(arguments, "load", str(run), shares_index=True).index)
     )
-    way.send((time.monotonic() - begun, resident("VmHWM")))
+    way.send((time.monotonic() - begun, time.process_time() - busy, resident("VmHWM")))
     way.send_bytes(data)
 
 
-def handed_over(run: Path) -> tuple[float, int, bytes]:
-    """Return the seconds and the memory that the first rank needs, and the bytes that it sends."""
+def handed_over(run: Path) -> tuple[float, float, int, bytes]:
+    """Return the first rank's seconds, by the clock and of the processor, its memory, and the bytes that it sends."""
     spawn = multiprocessing.get_context("spawn")  # a separate process, which shares no memory
     way, far = spawn.Pipe()
     first = spawn.Process(target=hand_over, args=(run, far))
     first.start()
     far.close()  # otherwise the end of the other process would not be noticed
-    seconds, memory = way.recv()
+    seconds, busy, memory = way.recv()
     data = way.recv_bytes()
     first.join()
-    return seconds, memory, data
+    return seconds, busy, memory, data
 
 
 def plan_once(folder: Path, case: Case) -> dict[str, float]:
     """Plan, and return the durations."""
     iteration = folder / "iter_0001000"
-    first, first_memory, data = handed_over(folder)
+    first, first_busy, first_memory, data = handed_over(folder)
     models = synthetic.local_models(synthetic.shapes_of(case.running), case.running)
     wanted: list[TargetSlice] = []
     for rank, share in case.ranks:
@@ -171,7 +171,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     own = sum(want.slice.numel * (2 if want.kind == WEIGHT else 4) for want in wanted)
     assert plan.bytes_read == own  # noqa: S101 - the duration of a wrong plan is meaningless
     return {
-        "first": first, "first_memory": first_memory, "handed": len(data), "seen": seen,
+        "first": first, "first_busy": first_busy, "first_memory": first_memory, "handed": len(data), "seen": seen,
         "seconds": seconds, "processor": busy, "opening": opening, "memory": memory, "before": before,
         "bytes": plan.bytes_read, "copies": len(plan.copies), "sent": sent,
         "asked": checkpoint.reader.bytes_read,
@@ -216,13 +216,14 @@ def main() -> None:
     print(f"goals: {GOAL_SECONDS} s, {GOAL_BYTES >> 20} MiB")
     for (name, ranks), runs in found.items():
         index = (folders[name, ranks] / "iter_0001000" / ".metadata").stat().st_size
-        keys = ("first", "seconds", "processor", "seen", "opening")
-        first, seconds, busy, seen, opening = (statistics.median(run[key] for run in runs) for key in keys)
+        keys = ("first", "first_busy", "seconds", "processor", "seen", "opening")
+        first, first_busy, seconds, busy, seen, opening = (statistics.median(run[key] for run in runs) for key in keys)
         memory, last = max(run["memory"] for run in runs), runs[-1]
+        first_memory = max(run["first_memory"] for run in runs)
         job = (index + ranks * (last["asked"] + last["bytes"])) / 1e12
         print(
-            f"| {name}, {ranks} ranks | {first + seconds:.2f} s, of which {first:.2f} the first rank's, whose memory "
-            f"is {max(run['first_memory'] for run in runs) / 2**20:.0f} MiB; then {busy:.2f} of the processor "
+            f"| {name}, {ranks} ranks | {first + seconds:.2f} s, of which {first:.2f} the first rank's "
+            f"({first_busy:.2f} of the processor), whose memory {first_memory / 2**20:.0f} MiB; then {busy:.2f} of it "
             f"({seen:.2f} to take the index and see the common state, {opening:.2f} with opening and agreeing) "
             f"| {memory / 2**20:.0f} MiB, {last['before'] / 2**20:.0f} of it before "
             f"| index {index / 1e6:.1f} MB, {last['handed'] / 1e6:.1f} MB handed over; {last['bytes'] / 1e6:.0f} MB in "

@@ -55,7 +55,8 @@ def open_checkpoint(
         weights: the folder of the weights, any path as above, if the checkpoint contains only an optimizer;
             samples are compared to check that they belong together. If the checkpoint contains only adapters,
             the folder of their model.
-        index: the index of the iteration folder, if it has been used before; it is then not read again.
+        index: the index of the iteration folder, if it has been used before; it is then not read again. Without
+            other options, the same checkpoint is returned again.
 
     Raises:
         UsageError: `facts` are passed for a checkpoint that describes its job, or contradict its index; or
@@ -99,7 +100,12 @@ def open_checkpoint(
             raise _unknown(folder)
         if facts != NOTHING and not checkpoint_format.takes_facts:
             refuse_facts(facts, folder)
-        return checkpoint_format.open(folder, options).view
+        if options != OpenOptions(index=stored):
+            return checkpoint_format.open(folder, options).view
+        if stored.checkpoint is None:
+            stored.checkpoint = checkpoint_format.open(folder, options).view
+        opened: CheckpointView = stored.checkpoint
+        return opened
 
 
 def _with_weights(

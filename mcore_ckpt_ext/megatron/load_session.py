@@ -32,7 +32,6 @@ class LoadSession:
         """
         self.folder = folder
         self.index = FolderIndex(folder, shared)
-        self._checkpoint: CheckpointView | None = None
 
     def for_folder(self, folder: Path) -> LoadSession:
         """Return this session, or another one if Megatron takes another folder than expected."""
@@ -45,9 +44,7 @@ class LoadSession:
         Raises:
             CheckpointError: see `open_checkpoint`.
         """
-        if self._checkpoint is None:
-            self._checkpoint = self.with_orders(())
-        return self._checkpoint
+        return self.with_orders(())
 
     def with_orders(self, orders: Sequence[ParameterOrder]) -> CheckpointView:
         """Return the checkpoint with further evidence of the order of its parameters.

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add, lt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,16 +156,16 @@ def check_index(
     Returns:
         The findings, the files with errors, and the number of files.
     """
-    by_file: defaultdict[str, list[_Record]] = defaultdict(list)
+    by_file: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for key, array in index.arrays.items():
-        for _, _, extent in array.chunks:
-            by_file[extent.file].append(_Record(extent.offset, extent.length, key))
+        for file, offset, length in array.archives():
+            by_file[file].append((offset, length, key))
     for key, stored in index.objects.items():
-        by_file[stored.file].append(_Record(stored.offset, stored.length, key))
+        by_file[stored.file].append((stored.offset, stored.length, key))
     findings = []
     failed = set()
     for file, records in sorted(by_file.items()):
-        findings_of_file = list(_check_file(reader, file, records, is_read))
+        findings_of_file = list(_check_file(reader, file, sorted(records), is_read))
         findings += findings_of_file
         failed |= {file} if findings_of_file else set()
     folder = reader.folder
@@ -194,10 +195,11 @@ def _check_objects(where: str, keys: Iterable[str]) -> Iterator[Finding]:
 
 
 def _check_file(
-    reader: FolderReader, file: str, records: list[_Record], is_read: Callable[[str], bool]
+    reader: FolderReader, file: str, records: Sequence[tuple[int, int, str]], is_read: Callable[[str], bool]
 ) -> Iterator[Finding]:
+    """Check the records of a file, in their order in it: offset, length, key."""
     path = reader.folder / file
-    needed = [record for record in records if is_read(record.key)]
+    needed = [_Record(*record) for record in records if is_read(record[2])]
     if not needed:
         return
     if not path.is_file():
@@ -211,6 +213,10 @@ def _check_file(
     except UnreadableCheckpointError as problem:
         yield error(COMPLETE, str(path), str(problem), path.name)
         return
+    offsets, lengths, _ = zip(*records, strict=True)
+    ends = list(map(add, offsets, lengths))
+    if min(offsets[0], *lengths) >= 0 and ends[-1] <= size and not any(map(lt, offsets[1:], ends)):
+        return  # as in an intact file
     cut = [r for r in needed if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
     if cut:
         keys = list(dict.fromkeys(record.key for record in cut))
@@ -224,7 +230,7 @@ def _check_file(
         )
     read_before = _Record(0, 0, "")
     before = read_before
-    for record in sorted(records):
+    for record in map(_Record._make, records):
         reads = is_read(record.key)
         other = before if reads else read_before
         if record.offset < other.offset + other.length:

@@ -73,7 +73,7 @@ def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
     whole = all(stored.slice == Slice.whole(stored.slice.regions) for stored in copy)
     if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(tensor.shape) for region in regions):
         return False
-    grid = grid_of(region.offsets for region in regions)
+    grid = grid_of(tuple(region.offsets for region in regions))
     for axis, (begins, end) in enumerate(zip(grid, tensor.shape, strict=True)):
         sizes = dict(zip(begins, map(sub, [*begins[1:], end], begins), strict=True))
         if begins[0] != 0 or begins[-1] > end or any(r.sizes[axis] != sizes[r.offsets[axis]] for r in regions):
@@ -124,10 +124,12 @@ def check_arrays(buffers: Buffers) -> Iterator[Finding]:
 
 def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
     """Check the pieces of one flat array."""
+    if array.is_contiguous:
+        return
     end = 0
     missing = 0
     twice = 0
-    for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
+    for start, stop in sorted(zip(array.starts, array.stops, strict=True)):
         missing += max(0, start - end)
         twice += max(0, min(end, stop) - start)
         end = max(end, stop)

@@ -2,7 +2,8 @@
 
 Sources in megatron/core/optimizer/distrib_optimizer.py: `sharded_param_state_dp_reshardable` (core_v0.15.0 to 0.19.2)
 and `sharded_param_state_fs_bucket_space` (core_v0.6.0 to 0.14.0). Each rank writes a chunk for each of its parameter
-pieces, and for the gaps between them. The older format also stores the padding at bucket ends.
+pieces, and for the gaps between them. The older format also stores the padding at bucket ends; the size without it is
+in an object of each group, `per_bucket_numel_unpadded`. In the newer one it is the size of the array.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import add
 from typing import Any
 
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.releases import LOADS_BUCKET_SPACE, LOADS_DP_RESHARDABLE, STORES_FULLY_RESHARDABLE
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, FlatState, GroupKey, kind_of_array
+from mcore_ckpt_ext.optimizers.flat_arrays import ChunkPieces, FlatArray, FlatState, GroupKey, kind_of_array
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, is_of_group
 from mcore_ckpt_ext.storage.budget import whole_number
@@ -41,11 +44,17 @@ def bucket_state(keys: StoredKeys) -> FlatState:
         match = _KEY.match(name)
         if match is None:
             continue
-        prefix = name[: match.start("buffer") - len("gbuf_idx_")]
-        if prefix not in unpadded:
-            unpadded[prefix] = keys.read_object(prefix + _UNPADDED)
+        if len(array.shape) != 1:
+            raise UnreadableCheckpointError(
+                "the optimizer's state is not flat", found=f"shape {array.shape}", expected="one axis", where=name
+            )
         key = BucketKey(int(match["buffer"]), match["dtypes"], int(match["bucket"]))
-        numel = _numel(unpadded[prefix], key)
+        (numel,) = array.shape
+        if keys.label == BUCKET_SPACE:
+            prefix = name[: match.start("buffer") - len("gbuf_idx_")]
+            if prefix not in unpadded:
+                unpadded[prefix] = keys.read_object(prefix + _UNPADDED)
+            numel = _numel(unpadded[prefix], key)
         group = (int(match["child"] or 0), int(match["group"]))
         kind = kind_of_array(match["state"], array.dtype)
         state.setdefault(group, {})[key, kind] = _flat(array, numel)
@@ -62,12 +71,12 @@ def _numel(per_buffer: Any, key: BucketKey) -> int:
 
 
 def _flat(array: StoredArray, numel: int) -> FlatArray:
-    pieces = tuple(
-        FlatPiece(offsets[0], min(offsets[0] + sizes[0], numel), extent, 0)
-        for offsets, sizes, extent in array.chunks
-        if offsets[0] < numel
-    )
-    return FlatArray(numel, array.dtype, pieces)
+    starts, sizes = array.column(0)
+    stops = list(map(add, starts, sizes))
+    if max(stops, default=0) <= numel:
+        return FlatArray(numel, array.dtype, ChunkPieces(starts, stops, array.chunks))
+    pieces = ChunkPieces(starts, [min(stop, numel) for stop in stops], array.chunks)
+    return FlatArray(numel, array.dtype, [piece for piece in pieces if piece.start < numel])
 
 
 def optimizer_children(keys: Iterable[str]) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from itertools import repeat
+from typing import NamedTuple, Protocol, overload
+
+from typing_extensions import override
 
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -15,6 +18,7 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
 from mcore_ckpt_ext.planning.array_location import Extent
 from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.storage.index_entries import StoredChunk
 from mcore_ckpt_ext.transfer import Transfer
 
 # Masters are named `param` on disk; every other state has its own name.
@@ -34,18 +38,52 @@ class FlatPiece(NamedTuple):
     first: int
 
 
+class ChunkPieces(Sequence[FlatPiece]):
+    """The chunks of a stored array with one axis as pieces, which become objects on access.
+
+    Attributes:
+        starts: where each piece starts in the flat array.
+        stops: where it stops.
+    """
+
+    def __init__(self, starts: Sequence[int], stops: Sequence[int], chunks: Sequence[StoredChunk]) -> None:
+        self.starts = starts
+        self.stops = stops
+        self._chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> FlatPiece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[FlatPiece]: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> FlatPiece | Sequence[FlatPiece]:
+        if isinstance(index, slice):
+            return ChunkPieces(self.starts[index], self.stops[index], self._chunks[index])
+        return FlatPiece(self.starts[index], self.stops[index], self._chunks[index].extent, 0)
+
+    @override
+    def __iter__(self) -> Iterator[FlatPiece]:
+        extents = (extent for _, _, extent in self._chunks)
+        return map(FlatPiece, self.starts, self.stops, extents, repeat(0))
+
+
 @dataclass(frozen=True)
 class FlatArray:
     """A flat array of one kind: `numel` elements without end padding; as a source, a tensor of any name."""
 
     numel: int
     dtype: str
-    pieces: tuple[FlatPiece, ...]
+    pieces: Sequence[FlatPiece]
 
     def touching(self, low: int, high: int) -> Sequence[FlatPiece]:
         """Return the pieces that overlap the elements `[low, high)`, in their order."""
         if self._is_ascending:
-            return self.pieces[bisect_right(self._stops, low) : bisect_left(self._starts, high)]
+            return self.pieces[bisect_right(self.stops, low) : bisect_left(self.starts, high)]
         return [piece for piece in self.pieces if piece.start < high and low < piece.stop]
 
     def around(self, low: int, high: int) -> FlatArray:
@@ -53,16 +91,24 @@ class FlatArray:
         return replace(self, pieces=tuple(self.touching(low, high)))
 
     @cached_property
-    def _starts(self) -> list[int]:
-        return [piece.start for piece in self.pieces]
+    def starts(self) -> Sequence[int]:
+        """Where each piece starts."""
+        return self.pieces.starts if isinstance(self.pieces, ChunkPieces) else [piece.start for piece in self.pieces]
 
     @cached_property
-    def _stops(self) -> list[int]:
-        return [piece.stop for piece in self.pieces]
+    def stops(self) -> Sequence[int]:
+        """Where each piece stops."""
+        return self.pieces.stops if isinstance(self.pieces, ChunkPieces) else [piece.stop for piece in self.pieces]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if each piece starts where the one before it stops, so that they are all elements, once."""
+        borders = [*self.starts, self.numel]
+        return borders[0] == 0 and borders[1:] == list(self.stops)
 
     @cached_property
     def _is_ascending(self) -> bool:
-        return self._starts == sorted(self._starts) and self._stops == sorted(self._stops)
+        return list(self.starts) == sorted(self.starts) and list(self.stops) == sorted(self.stops)
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""

@@ -303,7 +303,7 @@ class FlatBuffers(OptimizerState):
         buckets: dict[BucketKey, StoredBucket] = {}
         for (key, kind), array in self.arrays[child, index].items():
             if kind in MASTERS:
-                borders = {border for piece in array.pieces for border in (piece.start, piece.stop)}
+                borders = {*array.starts, *array.stops}
                 buckets[key] = StoredBucket(array.numel, tuple(sorted(borders)) if self._state.chunked else None)
         alignment = PARAMETER_ALIGNMENT if ALIGNS_PARAMETERS.is_shown_by(self.models.arguments) else 1
         return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined, alignment)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from hashlib import blake2b
@@ -101,22 +101,31 @@ class FolderIndex:
         folder: the iteration folder.
         shared: the index that another rank has read for this one; None if this rank reads it.
         is_checked: whether the digests of the folder's small files have been compared.
+        checkpoint: the checkpoint that `open_checkpoint` has opened with this index and no other option.
     """
 
     def __init__(self, folder: Path, shared: SharedIndex | None = None) -> None:
         self.folder = folder
         self.shared = shared
         self.is_checked = shared is not None  # the other rank has compared them
+        self.checkpoint: Any = None
         self._below: dict[str, FolderIndex] = {}
+        self._contents: dict[Callable[[Path], DcpIndex], DcpIndex] = {}
 
     def is_of(self, folder: Path) -> bool:
         """Return whether this is the index of a folder."""
         return self.folder == folder or self.folder.resolve() == folder.resolve()
 
-    @cached_property
+    @property
     def content(self) -> DcpIndex:
         """The parsed index; raises as `read_index` does."""
-        return read_index(self.folder) if self.shared is None else self.shared.index
+        return self.content_by(read_index) if self.shared is None else self.shared.index
+
+    def content_by(self, read: Callable[[Path], DcpIndex]) -> DcpIndex:
+        """Return the index that a format's own function reads from the folder, which is called once."""
+        if read not in self._contents:
+            self._contents[read] = read(self.folder)
+        return self._contents[read]
 
     @cached_property
     def digest(self) -> str | None:
@@ -127,8 +136,11 @@ class FolderIndex:
         """Return this index for this rank alone: what is parsed stays, the bytes for other ranks go."""
         alone = FolderIndex(self.folder)
         alone.is_checked = self.is_checked
+        alone.checkpoint = self.checkpoint
+        alone._contents = self._contents
         if self.shared is not None and "index" in vars(self.shared):
-            vars(alone).update(content=self.shared.index, digest=self.shared.digest)
+            alone._contents[read_index] = self.shared.index
+            vars(alone).update(digest=self.shared.digest)
         return alone
 
     def below(self, name: str) -> FolderIndex:

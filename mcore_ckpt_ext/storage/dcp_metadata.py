@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, repeat
 from math import prod
-from operator import gt, sub
+from operator import add, attrgetter
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value
@@ -13,6 +14,8 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of, whole_number
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
 
+# The record of each key and offsets; None in place of the offsets of an object.
+Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]
 PLANS = "all_local_plans"
 """The attribute with the ranks' plans.
 
@@ -55,22 +58,7 @@ def index_of(metadata: Any) -> DcpIndex:
         UnsupportedCheckpointError: the records are compressed.
         AttributeError, TypeError, ValueError, KeyError, OverflowError: the metadata is damaged.
     """
-    # Chunks are indexed by (key, offsets), objects by (key, None): `MetadataIndex` of
-    # torch/distributed/checkpoint/metadata.py.
-    keys: list[tuple[str, tuple[int, ...] | None]] = []
-    for index, info in metadata.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            raise UnsupportedCheckpointError(
-                "the checkpoint's records are compressed", found=info.transform_descriptors, where=index.fqn
-            )
-        offset = getattr(index, "offset", None)  # absent for objects: a default of torch's class
-        if type(offset) is not tuple or len(offset) > MOST_AXES:
-            offset = None if offset is None else _axes(offset)
-        if type(index.fqn) is not str or offset and max(offset) >= MOST_ELEMENTS:
-            raise ValueError(f"a record of {format_value(index.fqn)} at {format_value(offset)}")
-        keys.append((index.fqn, offset))
-    check_keys(keys)
-    places = dict(zip(keys, metadata.storage_data.values(), strict=True))
+    places = _places(metadata.storage_data)
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
     overlapping: list[str] = []
@@ -82,8 +70,8 @@ def index_of(metadata: Any) -> DcpIndex:
             left -= len(entry.chunks)
             if left < 0:
                 raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} are repeated")
-            arrays[key], stored = _array(key, entry, places, table)
-            if stored > prod(arrays[key].shape):
+            array = arrays[key] = _array(key, entry, places, table)
+            if sum(numel for _, numel in array.places()) > prod(array.shape):
                 overlapping.append(key)
         else:
             info = places[key, None]
@@ -124,57 +112,78 @@ def _shape(numbers: Any) -> tuple[int, ...]:
     return shape
 
 
-def _array(
-    key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any], table: ChunkTable
-) -> tuple[StoredArray, int]:
-    """Return an array, and the number of elements of its chunks."""
+def _places(storage_data: Mapping[Any, Any]) -> Places:
+    """Return the place of each record, by key and offsets.
+
+    Chunks are indexed by (key, offsets), objects by (key, None): `MetadataIndex` of
+    torch/distributed/checkpoint/metadata.py.
+    """
+    names = list(map(attrgetter("fqn"), storage_data))
+    offsets = list(map(attrgetter("offset"), storage_data))
+    if not {tuple, type(None)}.issuperset(map(type, offsets)):
+        offsets = [None if offset is None else _axes(offset) for offset in offsets]
+    of_chunks = list(filter(None, offsets))
+    are_short = max(map(len, of_chunks), default=0) <= MOST_AXES
+    if not (are_short and _are_below(MOST_ELEMENTS, chain.from_iterable(of_chunks)) and _are_texts(names)):
+        for name, offset in zip(names, offsets, strict=True):
+            numbers = () if offset is None else _axes(offset)
+            if type(name) is not str or not _are_below(MOST_ELEMENTS, numbers):
+                raise ValueError(f"a record of {format_value(name)} at {format_value(offset)}")
+    keys = list(zip(names, offsets, strict=True))
+    check_keys(keys)
+    places = dict(zip(keys, storage_data.values(), strict=True))
+    for (name, _), place in places.items():
+        if place.transform_descriptors:
+            raise UnsupportedCheckpointError(
+                "the checkpoint's records are compressed", found=place.transform_descriptors, where=name
+            )
+    return places
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return {str}.issuperset(map(type, values))
+
+
+def _are_below(limit: int, values: Iterable[Any]) -> bool:
+    """Return whether all values are integers below a limit."""
+    numbers = list(values)
+    return {int}.issuperset(map(type, numbers)) and max(numbers, default=0) < limit
+
+
+def _array(key: str, entry: Any, places: Places, table: ChunkTable) -> StoredArray:
+    """Return an array after checking its chunks, column by column."""
     shape = _shape(entry.size)
-    axes = len(shape)
     dtype = str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
-    begin = table.end
-    item_size = ITEM_SIZE[dtype]
-    stored = 0
-    for chunk in entry.chunks:
-        offsets = chunk.offsets
-        sizes = chunk.sizes
-        if not type(offsets) is type(sizes) is tuple:
-            offsets = _axes(offsets)
-            sizes = _axes(sizes)
-        if not len(offsets) == len(sizes) == axes:
-            raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
-        if not _fits(offsets, sizes, shape):
-            place = f"at {format_value(offsets)} with sizes {format_value(sizes)}"
-            raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {format_value(shape)}")
-        info = places[key, offsets]
-        numel = sizes[0] if axes == 1 else prod(sizes)
-        file = info.relative_path
-        length = whole_number(info.length, "a length")
-        if type(file) is not str:
-            raise TypeError(f"the name of a file is {format_value(file)}")
-        if numel * item_size > length:
+    offsets, sizes = (_bounds(key, entry.chunks, name, len(shape)) for name in ("offsets", "sizes"))
+    records = list(map(places.__getitem__, zip(repeat(key), offsets)))
+    files = list(map(attrgetter("relative_path"), records))
+    if not _are_texts(files):
+        raise TypeError(f"the names of the files of {key} are not all text")
+    lengths = [whole_number(record.length, "a length") for record in records]
+    for numel, length in zip(map(prod, sizes), lengths, strict=True):
+        if numel * ITEM_SIZE[dtype] > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
-        stored += numel
-        try:
-            table.append(file, info.offset, length, offsets, sizes)
-        except (TypeError, OverflowError) as error:
-            raise ValueError(
-                f"a chunk of {key} at {format_value(offsets)} with sizes {format_value(sizes)}: {error}"
-            ) from error
-    return StoredArray(key, shape, dtype, table.chunks(begin, axes, dtype)), stored
+    begins = map(attrgetter("offset"), records)
+    try:
+        chunks = table.extend(dtype, len(shape), files, begins, lengths, offsets, sizes)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"the chunks of {key}: {error}") from error
+    array = StoredArray(key, shape, dtype, chunks)
+    for axis, end in enumerate(shape):
+        begins_on_axis, sizes_on_axis = array.column(axis)
+        stops = map(add, begins_on_axis, sizes_on_axis)
+        if chunks and (min(begins_on_axis) < 0 or min(sizes_on_axis) < 0 or max(stops) > end):
+            raise ValueError(f"a chunk of {key} lies outside of the array, which has shape {format_value(shape)}")
+    return array
 
 
-def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a chunk lies within its array.
-
-    Sizes are compared first, so that no large number is computed.
-    """
-    if len(shape) == 1:  # as most of them are
-        return 0 <= sizes[0] <= shape[0] and 0 <= offsets[0] <= shape[0] - sizes[0]
-    return not shape or (
-        min(sizes) >= 0
-        and min(offsets) >= 0
-        and not any(map(gt, sizes, shape))
-        and not any(map(gt, offsets, map(sub, shape, sizes)))
-    )
+def _bounds(key: str, chunks: Iterable[Any], name: str, axes: int) -> list[tuple[int, ...]]:
+    """Return the offsets or the sizes of chunks after checking how many they are."""
+    bounds = list(map(attrgetter(name), chunks))
+    if not {tuple}.issuperset(map(type, bounds)):
+        bounds = list(map(_axes, bounds))
+    if not {axes}.issuperset(map(len, bounds)):
+        raise ValueError(f"a chunk of {key} has not as many axes as its array, {axes}")
+    return bounds

@@ -1,15 +1,15 @@
 """The entries of a checkpoint's index: the location of each chunk of an array and of each object.
 
-The largest indexes have some hundred thousand chunks, of which a rank needs some hundred. So an index stores them as a
-table of numbers, which is quickly sent to another rank, and creates the object of a chunk on access.
+The largest indexes have some hundred thousand chunks, of which a rank needs some hundred. So an index stores them as
+columns of numbers, which are quickly sent to another rank and checked, and creates the object of a chunk on access.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from math import prod
 from typing import NamedTuple, overload
 
@@ -38,10 +38,22 @@ class StoredArray:
     dtype: str
     chunks: Sequence[StoredChunk]
 
-    def places(self) -> Iterator[tuple[str, int]]:
+    def archives(self) -> Iterable[tuple[str, int, int]]:
+        """Return the file, and the offset and length in bytes, of the archive of each chunk."""
+        if isinstance(self.chunks, TableRows):
+            return zip(self.chunks.files, self.chunks.begins, self.chunks.lengths, strict=True)
+        return ((extent.file, extent.offset, extent.length) for _, _, extent in self.chunks)
+
+    def column(self, axis: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the offsets and the sizes of all chunks on one axis."""
+        if isinstance(self.chunks, TableRows):
+            return self.chunks.bounds_on(axis)
+        return [chunk.offsets[axis] for chunk in self.chunks], [chunk.sizes[axis] for chunk in self.chunks]
+
+    def places(self) -> Iterable[tuple[str, int]]:
         """Return the file and the number of elements of each chunk."""
-        if isinstance(self.chunks, _TableRows):
-            return self.chunks.places()
+        if isinstance(self.chunks, TableRows):
+            return zip(self.chunks.files, map(prod, self.chunks.sizes), strict=True)
         return ((chunk.extent.file, chunk.extent.numel) for chunk in self.chunks)
 
 
@@ -54,79 +66,120 @@ class StoredObject(NamedTuple):
 
 
 class ChunkTable:
-    """The chunks of all arrays of an index, row by row.
+    """The chunks of all arrays of an index, column by column.
 
-    A row has the number of the file, the offset and the length of the archive in bytes, then the offsets and the sizes
-    of the chunk for each axis. So rows of arrays with more axes are longer.
+    Each chunk has the number of a file, the offset and the length of its archive in bytes, and as many offsets and
+    sizes as its array has axes.
     """
 
     def __init__(self) -> None:
-        self._files: list[str] = []
+        self.files: list[str] = []
         self._numbers: dict[str, int] = {}
-        self._rows = array("q")
+        self.numbers = array("q")
+        self.begins = array("q")
+        self.lengths = array("q")
+        self.offsets = array("q")
+        self.sizes = array("q")
 
-    def append(self, file: str, offset: int, length: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Add a chunk, and the archive of `length` bytes at `offset` of `file` that contains it.
+    def extend(
+        self,
+        dtype: str,
+        axes: int,
+        files: Sequence[str],
+        begins: Iterable[int],
+        lengths: Iterable[int],
+        offsets: Iterable[tuple[int, ...]],
+        sizes: Iterable[tuple[int, ...]],
+    ) -> TableRows:
+        """Add the chunks of an array.
+
+        Args:
+            dtype: its dtype, by name.
+            axes: the number of its axes.
+            files: the file of each chunk.
+            begins: the offset of its archive in the file.
+            lengths: the length of the archive in bytes.
+            offsets: the offsets of the chunk by axis.
+            sizes: its sizes by axis.
 
         Raises:
             TypeError, OverflowError: a value is not an integer, or has more than 63 bits; nothing is added.
         """
-        number = self._numbers.get(file)
-        if number is None:
-            number = self._numbers[file] = len(self._files)
-            self._files.append(file)
-        self._rows.extend(array("q", (number, offset, length, *offsets, *sizes)))
-
-    @property
-    def end(self) -> int:
-        """Position of the next row."""
-        return len(self._rows)
-
-    def chunks(self, begin: int, axes: int, dtype: str) -> Sequence[StoredChunk]:
-        """Return the rows from `begin` to the end as chunks of an array with `axes` axes."""
-        return _TableRows(self, range(begin, self.end, 3 + 2 * axes), axes, dtype)
-
-    def places(self, rows: range, axes: int) -> Iterator[tuple[str, int]]:
-        """Return the file and the number of elements for each row."""
-        columns = self._columns(rows)
-        numels = columns[-1] if axes == 1 else map(prod, self._by_row(columns[3 + axes :], rows))
-        return zip(map(self._files.__getitem__, columns[0]), numels, strict=True)
-
-    def _columns(self, rows: range) -> list[array[int]]:
-        return [self._rows[rows.start + column : rows.stop : rows.step] for column in range(rows.step)]
-
-    @staticmethod
-    def _by_row(columns: list[array[int]], rows: range) -> list[tuple[int, ...]]:
-        return list(zip(*columns, strict=True)) if columns else [()] * len(rows)
-
-    def made_of(self, rows: range, axes: int, dtype: str) -> Iterator[StoredChunk]:
-        """Return the chunk for each row; `rows` are their positions."""
-        columns = self._columns(rows)
-        numbers, begins, lengths = columns[:3]
-        offsets = self._by_row(columns[3 : 3 + axes], rows)
-        sizes = self._by_row(columns[3 + axes :], rows)
-        files = map(self._files.__getitem__, numbers)
-        extents = map(ArchivedTensor, files, begins, lengths, repeat(dtype), sizes)
-        return map(StoredChunk, offsets, sizes, extents)
+        added = [array("q", column) for column in (begins, lengths, *map(chain.from_iterable, (offsets, sizes)))]
+        rows = range(len(self.numbers), len(self.numbers) + len(files))
+        chunks = TableRows(self, rows, len(self.offsets), axes, dtype)
+        for file in set(files).difference(self._numbers):
+            self._numbers[file] = len(self.files)
+            self.files.append(file)
+        self.numbers.extend(map(self._numbers.__getitem__, files))
+        for column, values in zip((self.begins, self.lengths, self.offsets, self.sizes), added, strict=True):
+            column.extend(values)
+        return chunks
 
 
-class _TableRows(Sequence[StoredChunk]):
-    """Rows of a table, which become objects on access."""
+class TableRows(Sequence[StoredChunk]):
+    """Consecutive rows of a table, which become objects on access."""
 
-    __slots__ = ("_axes", "_dtype", "_rows", "_table")
+    __slots__ = ("_axes", "_bounds", "_dtype", "_rows", "_table")
 
-    def __init__(self, table: ChunkTable, rows: range, axes: int, dtype: str) -> None:
+    def __init__(self, table: ChunkTable, rows: range, bounds: int, axes: int, dtype: str) -> None:
+        """Refer to rows of a table.
+
+        Args:
+            table: the table.
+            rows: their numbers.
+            bounds: where the offsets and sizes of the first one begin.
+            axes: the number of axes of the array.
+            dtype: its dtype, by name.
+        """
         self._table = table
         self._rows = rows
+        self._bounds = bounds
         self._axes = axes
         self._dtype = dtype
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def places(self) -> Iterator[tuple[str, int]]:
-        """Return the file and the number of elements of each chunk."""
-        return self._table.places(self._rows, self._axes)
+    @property
+    def files(self) -> Iterator[str]:
+        """The file of each chunk."""
+        return map(self._table.files.__getitem__, self._column(self._table.numbers))
+
+    @property
+    def begins(self) -> array[int]:
+        """The offset of the archive of each chunk in its file."""
+        return self._column(self._table.begins)
+
+    @property
+    def lengths(self) -> array[int]:
+        """The length of the archive of each chunk in bytes."""
+        return self._column(self._table.lengths)
+
+    @property
+    def offsets(self) -> Iterator[tuple[int, ...]]:
+        """The offsets of each chunk by axis."""
+        return self._tuples(self._table.offsets)
+
+    @property
+    def sizes(self) -> Iterator[tuple[int, ...]]:
+        """The sizes of each chunk by axis."""
+        return self._tuples(self._table.sizes)
+
+    def bounds_on(self, axis: int) -> tuple[array[int], array[int]]:
+        """Return the offset and the size of each chunk on one axis."""
+        return self._axis_column(self._table.offsets, axis), self._axis_column(self._table.sizes, axis)
+
+    def _column(self, column: array[int]) -> array[int]:
+        return column[self._rows.start : self._rows.stop]
+
+    def _axis_column(self, column: array[int], axis: int) -> array[int]:
+        return column[self._bounds + axis : self._bounds + len(self) * self._axes : self._axes]
+
+    def _tuples(self, column: array[int]) -> Iterator[tuple[int, ...]]:
+        if not self._axes:
+            return repeat((), len(self))
+        return zip(*(self._axis_column(column, axis) for axis in range(self._axes)), strict=True)
 
     @overload
     def __getitem__(self, index: int) -> StoredChunk: ...
@@ -137,18 +190,21 @@ class _TableRows(Sequence[StoredChunk]):
     @override
     def __getitem__(self, index: int | slice) -> StoredChunk | Sequence[StoredChunk]:
         if isinstance(index, slice):
-            return tuple(self)[index]
-        begin = self._rows[index]
-        return next(
-            self._table.made_of(range(begin, begin + self._rows.step, self._rows.step), self._axes, self._dtype)
-        )
+            first, stop, step = index.indices(len(self))
+            if step != 1:
+                return tuple(self)[index]
+            bounds = self._bounds + first * self._axes
+            return TableRows(self._table, self._rows[first:stop], bounds, self._axes, self._dtype)
+        first = range(len(self))[index]
+        return next(iter(self[first : first + 1]))
 
     @override
     def __iter__(self) -> Iterator[StoredChunk]:
-        return self._table.made_of(self._rows, self._axes, self._dtype)
+        extents = map(ArchivedTensor, self.files, self.begins, self.lengths, repeat(self._dtype), self.sizes)
+        return map(StoredChunk, self.offsets, self.sizes, extents)
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, (tuple, _TableRows)) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, TableRows)) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))

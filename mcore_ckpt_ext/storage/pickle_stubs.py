@@ -107,9 +107,23 @@ class IgnoredRecord(Record):
             raise TypeError(f"a {type(self).__name__} whose state is no dict")
 
 
+class MetadataIndex(Record):
+    """`torch.distributed.checkpoint.metadata.MetadataIndex`; those of objects have no offset."""
+
+    offset: object = None
+
+
+class StorageInfo(Record):
+    """`torch.distributed.checkpoint.filesystem._StorageInfo`; its state lacks descriptors that are None."""
+
+    transform_descriptors: object = None
+
+
 # The last two are classes of `torch.distributed.checkpoint.planner`.
 _RECORD_CLASSES: dict[str, type[Record]] = {
     "TensorProperties": TensorProperties,
+    "MetadataIndex": MetadataIndex,
+    "_StorageInfo": StorageInfo,
     "WriteItem": IgnoredRecord,
     "TensorWriteData": IgnoredRecord,
 }

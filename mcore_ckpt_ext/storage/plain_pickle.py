@@ -5,6 +5,9 @@ large arguments (`pickle_cost`). A plain pickle does none of this:
 
 - tuples of at most five strings and numbers below 2**31 are small, however often the pickle refers to them. Hashes of
   strings are randomized, and such numbers are too few: finding a thousand tuples with one hash takes over 2**40 trials;
+- so are tuples of one number below 2**55, as in the sizes of large buffers. Each such number has its own hash, but that
+  -1 and -2 share one, and the hash of a tuple with one element is mixed from its hash by steps that can be undone
+  (`tuplehash`, Objects/tupleobject.c, Python 3.8 to 3.14);
 - a tuple that is immediately set as an object's state may hold anything, because that object checks it first;
 - any other tuple is passed to a callback of the unpickler. It checks that the tuple is short, that it contains no other
   tuple except that of a `torch.Size`, and that its hash is unique;
@@ -49,22 +52,25 @@ def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes], re.Pattern[bytes]
     number = b"(?:K.|M..|J.{4})"
     atom = b"(?:K.|M..|J.{4}|[N\x88\x89])"
     large = b"\x8a(?:%b)" % whole
+    long = b"\x8a(?:\x05.{5}|\x06.{6}|\x07.{7})"
     mark = rb"\((?![KMJN\x88\x89])"  # not followed by a tuple of atoms
     # The elements of a tuple, and what may follow it: a tuple of that tuple, or a call with it.
     rest = b"\x94?(?:\x85\x94?)?R?"
     third = b"%b(?:[\x85-\x87]%b)?" % (atom, rest)
     second = b"%b(?:[\x85\x86]%b|%b)?" % (atom, rest, third)
     atoms = b"%b(?:\x85%b|%b)?" % (atom, rest, second)
+    alone = b"%b(?:\x85%b)?" % (long, rest)
     marked = rb"\((?:%b{0,%d}t%b)?" % (atom, _MOST_ATOMS, rest)
     texts = b"%b\x94?(?:\x85%b)?" % (text, rest)
     # Most of an index: references to classes followed by the creation of an object or of a size.
     made = rb"\)\x81\x94(?:}\x94%b)?" % mark
     size = b"\x94\x85\x94R\x94"
     sizes = b"%b(?:\x85%b|%b(?:\x86%b|%b\x87%b))" % (number, size, number, size, number, size)
-    follows = b"(?:%b|%b|%b)?" % (made, sizes, atoms)
+    long_size = b"%b\x85%b" % (long, size)
+    follows = b"(?:%b|%b|%b|%b)?" % (made, sizes, long_size, atoms)
     name = rb"c[\w.]{1,99}\n[\w.]{1,99}\n"
     others = rb"[}\]\x93\x94ubeas]+|\)\x81?|%b|t\x94?b|%b|%b|G.{8}|\x80." % (mark, large, name)
-    unit = b"|".join((rb"j.{4}%b|h.%b" % (follows, follows), others, atoms, marked, texts))
+    unit = b"|".join((rb"j.{4}%b|h.%b" % (follows, follows), alone, others, atoms, marked, texts))
     # No backtracking is needed: Python 3.11 has possessive quantifiers, which are faster, too.
     runs = b"(?:%b){1,100}%b" % (unit, b"+" if sys.version_info >= (3, 11) else b"")
     # No nested repetition: it would backtrack exponentially.

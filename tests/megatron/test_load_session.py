@@ -10,7 +10,10 @@ import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.formats.zarr import reader as zarr
+from mcore_ckpt_ext.layout.parameter_order import LOCAL
 from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.operations.iteration_health import problems_of
 from mcore_ckpt_ext.storage import dcp_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from tests.harness.checkpoints import fixture_named
@@ -63,6 +66,22 @@ def test_what_is_opened_within_a_session_shares_its_index(parsed: list[str]) -> 
     assert session.checkpoint is session.checkpoint
     assert session.with_orders(()).names("weight") == session.checkpoint.names("weight")
     assert parsed == ["parsed"]
+
+
+def test_a_load_opens_a_checkpoint_once_and_reads_the_arrays_of_zarr_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    read_index = zarr.read_index
+
+    def counted(folder: Path) -> DcpIndex:
+        read.append(folder)
+        return read_index(folder)
+
+    monkeypatch.setattr(zarr, "read_index", counted)
+    session = LoadSession(fixture_named("p31").iteration)
+    assert problems_of(session.folder, session.index) == ()
+    assert session.checkpoint is session.checkpoint
+    assert session.with_orders([LOCAL]) is not session.checkpoint
+    assert read == [session.folder]
 
 
 def calls(name: str, *folders: str) -> Iterator[str]:

@@ -258,6 +258,16 @@ def test_pickles_that_are_not_plain_are_read_by_the_slow_path(data: bytes) -> No
     safe_loads(data, "here")
 
 
+def test_a_tuple_of_one_large_number_is_plain_as_it_is() -> None:
+    """No two of them have one hash, so that nothing has to check them; two numbers in a tuple can be chosen to have."""
+    alone = [(1 << 32,), (-(1 << 40),), ((1 << 54) - 1,), ((PRIME >> 7,),)]
+    data = pickle.dumps(alone)
+    assert plain_form(data) is data
+    assert safe_loads(data, "here") == alone
+    for other in ((1 << 32, 1), (1 << 62,), (((1 << 32,),),)):
+        assert plain_form(pickle.dumps([other])) != pickle.dumps([other])
+
+
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_frames_may_begin_between_any_two_opcodes(protocol: int) -> None:
     rows = {f"key {row}": [(row, row * 70_000, -row), ("text", None, True)] for row in range(20_000)}

@@ -29,7 +29,7 @@ from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex, SharedIndex, read_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
-from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk
+from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredChunk
 from tests.harness.checkpoints import fixture_named
 
 Damage = Callable[[dcp.Metadata], None]
@@ -197,16 +197,24 @@ def test_chunks_are_a_sequence_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4)], ids=str)
 def test_chunks_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
     table = ChunkTable()
-    table.append("other", 7, 8, (0, 0), (1, 1))
-    begin, expected = table.end, []
-    for number in range(3):
-        offsets = tuple(number * size for size in shape)
-        table.append(f"file {number % 2}", 10 * number, 100, offsets, shape)
-        extent = ArchivedTensor(f"file {number % 2}", 10 * number, 100, "bfloat16", shape)
-        expected.append(StoredChunk(offsets, shape, extent))
-    chunks = table.chunks(begin, len(shape), "bfloat16")
-    table.append("other", 7, 8, (0,), (1,))
-    assert list(chunks) == expected
+    table.extend("float32", 2, ["other"], [7], [8], [(0, 0)], [(1, 1)])
+    files = [f"file {number % 2}" for number in range(3)]
+    offsets = [tuple(number * size for size in shape) for number in range(3)]
+    chunks = table.extend("bfloat16", len(shape), files, [0, 10, 20], [100] * 3, offsets, [shape] * 3)
+    table.extend("float32", 1, ["other"], [7], [8], [(0,)], [(1,)])
+    expected = tuple(
+        StoredChunk(offset, shape, ArchivedTensor(file, 10 * number, 100, "bfloat16", shape))
+        for number, (file, offset) in enumerate(zip(files, offsets, strict=True))
+    )
+    assert tuple(chunks) == expected
+    assert [chunks[number] for number in (0, 1, -1)] == [expected[0], expected[1], expected[2]]
+    for part in (slice(1, None), slice(0, 0), slice(-2, 2), slice(None, None, 2)):
+        assert tuple(chunks[part]) == expected[part]
+    array = StoredArray("weight", (99,) * len(shape), "bfloat16", chunks)
+    assert replace(array, chunks=expected) == array
+    assert list(array.archives()) == list(replace(array, chunks=expected).archives())
+    for axis in range(len(shape)):
+        assert [*map(list, array.column(axis))] == [*map(list, replace(array, chunks=expected).column(axis))]
 
 
 def of_record(**what: Any) -> Damage:
@@ -240,10 +248,14 @@ def of_object(metadata: dcp.Metadata) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (of_record(offset=1 << 63), "a chunk of buffer at .*int too (big|large)"),
+        (of_record(offset=1 << 63), "the chunks of buffer: .*int too (big|large)"),
         (of_record(length=1 << 63), "a length that is 9223372036854775808, which is no valid size, place or count"),
-        (of_chunk(sizes=(float(PIECE),)), "a chunk of buffer at .*float"),
-        (of_chunk(offsets=(0.0,)), "a chunk of buffer at .*float"),
+        (of_chunk(sizes=(float(PIECE),)), "the chunks of buffer: .*float"),
+        (of_chunk(offsets=(0.0,)), r"a record of buffer at \(0.0,\)"),
+        (of_chunk(offsets=(PIECES * PIECE,)), "a chunk of buffer lies outside of the array"),
+        (of_chunk(offsets=(-1,)), "a chunk of buffer lies outside of the array"),
+        (of_chunk(sizes=(-1,)), "a chunk of buffer lies outside of the array"),
+        (of_chunk(sizes=(2, 3)), "a chunk of buffer has not as many axes as its array, 1"),
         (of_object, "an offset that is inf, which is no valid size, place or count"),
     ],
 )
@@ -255,11 +267,12 @@ def test_an_invalid_position_is_damage(damage: Damage, expected: str, tmp_path: 
     assert re.search(expected, str(refusal.value))
 
 
-def test_a_row_that_is_refused_leaves_nothing_behind() -> None:
+def test_chunks_that_are_refused_leave_nothing_behind() -> None:
     table = ChunkTable()
     with pytest.raises(TypeError):
-        table.append("file", 0, 1, (0,), (1.5,))  # type: ignore[arg-type]
-    assert table.end == 0
+        table.extend("float32", 1, ["file"], [0], [1], [(0,)], [(1.5,)])  # type: ignore[list-item]
+    assert table.files == []
+    assert not any((table.numbers, table.begins, table.lengths, table.offsets, table.sizes))
 
 
 def with_object(folder: Path) -> tuple[bytes, Path]:

@@ -67,7 +67,7 @@ class ZarrCheckpoint(TorchDistCheckpoint):
         yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", *WRITES_ZARR.span
 
     def _read_index(self) -> DcpIndex:
-        return read_index(self.folder)
+        return self.folder_index.content_by(read_index)
 
     def _unwrapped(self, loaded: Any, where: str) -> Any:
         """Return the object itself; in this format it is not wrapped in a list."""
