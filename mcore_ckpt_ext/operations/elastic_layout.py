@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, format_bytes, reraise_as_unreadable
-from mcore_ckpt_ext.families.forward_pass import check_passed
+from mcore_ckpt_ext.families.passed_arguments import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView

@@ -203,7 +203,7 @@ class _States:
         return in_memory, stored, self._state.is_distributed(name) if self._state else self._distributed
 
     def _kinds_of(self, name: str) -> dict[str, str]:
-        """Return the kinds of a parameter's state with their dtypes; a remainder takes the place of its master."""
+        """Return the dtypes of a parameter's state by kind; a master with a remainder is left out."""
         if self._state is None:
             return dict.fromkeys((FP32_PARAM, EXP_AVG, EXP_AVG_SQ), "float32")
         dtypes = self._state.dtypes_of(name)
