@@ -27,11 +27,11 @@ from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.layout_choice.memory import Memory
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
-    PaddedRows,
     Parameter,
     embedding_copies,
     place_after_layers,
 )
+from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.anatomy import BLOCKS, in_vocabulary

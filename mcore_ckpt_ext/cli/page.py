@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext import __version__
 from mcore_ckpt_ext.cli.output import json_text
+from mcore_ckpt_ext.cli.shown_plan import shown_plan, shown_rehearsal
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 
 if TYPE_CHECKING:
@@ -44,9 +45,15 @@ def comparison_page(found: Comparison) -> str:
     return _page("comparison.js", "diff", [found.a, found.b], asdict(found))
 
 
-def plan_page(found: LayoutPlan | Rehearsal) -> str:
-    """Return a page with the layouts that can resume a checkpoint, or with a rehearsal."""
-    return _page("plan.js", "plan", [found.path], asdict(found))
+def plan_page(plan: LayoutPlan) -> str:
+    """Return a page with the layouts that can resume a checkpoint."""
+    return _page("plan.js", "plan", [plan.path], {**asdict(plan), "shown": asdict(shown_plan(plan))})
+
+
+def rehearsal_page(rehearsal: Rehearsal) -> str:
+    """Return a page with a rehearsal."""
+    shown = asdict(shown_rehearsal(rehearsal))
+    return _page("rehearsal.js", "plan", [rehearsal.path], {**asdict(rehearsal), "shown": shown})
 
 
 def verification_page(found: VerificationResult) -> str:

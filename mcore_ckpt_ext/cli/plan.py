@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_place, plan_page
-from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal, show_flags
+from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal, show_flags, show_sentences
 from mcore_ckpt_ext.cli.report import report
+from mcore_ckpt_ext.cli.shown_plan import FITS, HEADER, ShownPlan, shown_plan
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
-from mcore_ckpt_ext.continuity.mathematics import sentence_of
-from mcore_ckpt_ext.errors import counted, format_bytes, format_ranks, join_some
-from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
+from mcore_ckpt_ext.errors import counted, format_bytes
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.layout_choice.options import Recomputation, parse_sizes
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.layout_choice.memory import Memory
-    from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout
+    from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
 
-_HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
 # The width of the whole table, and the number of columns on a narrower terminal.
 _WIDTH = 120
 _NARROW = 6
+_STYLES = {"yes": GOOD, "no": BAD, "?": REMARKABLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,30 +101,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(plan: LayoutPlan) -> None:
+    shown = shown_plan(plan)
     line(plan.path)
-    size = "" if plan.gpu_memory is None else f"{format_bytes(plan.gpu_memory)}, "
-    table(
-        [
-            ("written by", plan.old_layout or "no job"),
-            ("for", f"{counted(plan.gpus, 'GPU')}, Megatron {plan.megatron_version} ({plan.megatron_version_source})"),
-            ("parameters", f"{plan.parameters:,}"),
-            ("memory of a GPU", f"{size}{plan.gpu_memory_source}"),
-        ]
-    )
-    if plan.unknown:
-        line(f"  missing from the checkpoint, defaults assumed: {', '.join(plan.unknown)}; set them with --argument")
+    table(shown.facts)
+    show_sentences(shown.remarks)
     if plan.layouts:
-        _show_layouts(plan)
+        _show_layouts(plan, shown)
     else:
         line()
         line(Painted(f"no layout of {counted(plan.gpus, 'GPU')} is accepted", BAD))
     if not plan.fits:
         _show_what_excludes(plan)
     if plan.fewer:
-        _show_fewer(plan.fewer)
+        heading(shown.fewer_title)
+        table(shown.fewer, header=shown.fewer_header, right=(0, 2, 4))
 
 
-def _show_layouts(plan: LayoutPlan) -> None:
+def _show_layouts(plan: LayoutPlan, shown: ShownPlan) -> None:
     listed = len(plan.layouts)
     heading(
         f"layouts that Megatron accepts: {listed} of {plan.accepted}, best first"
@@ -133,98 +125,16 @@ def _show_layouts(plan: LayoutPlan) -> None:
         else f"layouts that Megatron accepts: {listed}, best first"
     )
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
-    shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
-    table(
-        (_cells(planned)[:shown_columns] for planned in plan.layouts),
-        header=_HEADER[:shown_columns],
-        right=(2, 4, 6),
-    )
-    _show_virtual_stages(plan.layouts)
-    _show_data(plan.layouts)
-    _show_differences(plan.layouts)
+    shown_columns = len(HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
+    table((_painted(row)[:shown_columns] for row in shown.rows), header=HEADER[:shown_columns], right=(2, 4, 6))
+    show_sentences(shown.sentences)
     best = plan.layouts[0]
     show_flags(f"flags for {best.layout}", best)
-    memory = best.memory
-    line(
-        f"  memory of the fullest GPU: weights {format_bytes(memory.weights)}, "
-        f"gradients {format_bytes(memory.gradients)}, optimizer {format_bytes(memory.optimizer)}, "
-        f"activations {_activations(plan)}"
-    )
-    line(f"  and for a while: {_short_lived(memory)}; CUDA and NCCL {format_bytes(memory.context)}")
-    if memory.host:
-        line(f"  in the memory of its host: {format_bytes(memory.host)} of the optimizer")
-    line(
-        f"  read by all ranks: {format_bytes(best.read_in_all)}; "
-        f"with --ckpt-ext-read-once: {format_bytes(best.read_once)}"
-    )
-    line(f"  to rehearse it: --gpus {plan.gpus} --rehearse '{_in_pins(best)}'")
+    show_sentences(shown.best)
 
 
-def _show_fewer(layouts: Sequence[PlannedLayout]) -> None:
-    heading("layouts of fewer GPUs that keep the tensor parallel size and the batch")
-    rows = (
-        (
-            str(planned.gpus),
-            planned.layout,
-            format_bytes(planned.memory.total),
-            _batch(planned),
-            f"{planned.bubble:.0%}",
-        )
-        for planned in layouts
-    )
-    table(rows, header=("GPUs", "layout", "memory", "batch", "bubble"), right=(0, 2, 4))
-
-
-def _show_virtual_stages(layouts: Sequence[PlannedLayout]) -> None:
-    """Name the layouts that stand for others, which differ in virtual stages alone."""
-    by_stages: dict[str, list[str]] = {}
-    for planned in layouts:
-        if planned.virtual_stages:
-            by_stages.setdefault(format_ranks(sorted(planned.virtual_stages)), []).append(planned.layout)
-    for stages, names in by_stages.items():
-        line(f"  or with VPP {stages}: {join_some(names)}")
-
-
-def _show_data(layouts: Sequence[PlannedLayout]) -> None:
-    """Name the layouts under which the data does not go on in its order, or only with this package."""
-    by_sentence: dict[str, list[str]] = {}
-    for planned in layouts:
-        if planned.data.is_remarkable:
-            hint = f"; it goes on with {planned.data.hint}" if planned.data.hint else ""
-            by_sentence.setdefault(f"{planned.data.sentence}{hint}", []).append(planned.layout)
-    for sentence, names in by_sentence.items():
-        line(f"  {sentence}: {'all' if len(names) == len(layouts) else join_some(names)}")
-
-
-def _show_differences(layouts: Sequence[PlannedLayout]) -> None:
-    """Name the layouts under which training computes the same but for rounding, and why others do not."""
-    by_sentence: dict[str, list[str]] = {}
-    for planned in layouts:
-        by_sentence.setdefault(sentence_of(planned.differences), []).append(planned.layout)
-    for sentence, names in by_sentence.items():
-        line(f"  {sentence}: {'all' if len(names) == len(layouts) else join_some(names)}")
-
-
-def _in_pins(planned: PlannedLayout) -> str:
-    """Return the sizes of a layout for `--rehearse`, without default sizes."""
-    assumed = with_defaults({"tensor": planned.sizes["tp"]}) | {"tensor": 1}
-    named = [f"{label}={planned.sizes[label]}" for label, name in PINS.items() if planned.sizes[label] != assumed[name]]
-    return " ".join(named) or "tp=1"
-
-
-def _short_lived(memory: Memory) -> str:
-    """Return what is not needed at the same time: only the largest counts."""
-    parts = {"the loss": memory.loss, "a layer's backward pass": memory.backward, "the optimizer's step": memory.step}
-    return ", or ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size) or "nothing"
-
-
-def _activations(plan: LayoutPlan) -> str:
-    lacking = [name for name in ("seq_length", "hidden_size") if name in plan.unknown]
-    return (
-        f"not known without {lacking[0]}"
-        if lacking
-        else f"{format_bytes(plan.layouts[0].memory.activations)} (an estimate)"
-    )
+def _painted(row: Sequence[str]) -> list[str | Painted]:
+    return [*row[:FITS], Painted(row[FITS], _STYLES[row[FITS]]), *row[FITS + 1 :]]
 
 
 def _show_what_excludes(plan: LayoutPlan) -> None:
@@ -236,44 +146,3 @@ def _show_what_excludes(plan: LayoutPlan) -> None:
     elif plan.nearest:
         heading("why the nearest layouts are excluded")
         table(plan.nearest)
-
-
-def _cells(planned: PlannedLayout) -> tuple[str | Painted, ...]:
-    return (
-        planned.layout,
-        _split(planned),
-        format_bytes(planned.memory.total),
-        _fit(planned),
-        f"{planned.bubble:.0%}",
-        _batch(planned),
-        format_bytes(planned.read_per_rank),
-        _seconds(planned),
-        "yes" if planned.stock_resumes else "no",
-    )
-
-
-def _batch(planned: PlannedLayout) -> str:
-    """Return micro batch / global batch; a question mark for an unknown one."""
-    return f"{planned.micro_batch_size} / {planned.global_batch_size or '?'}"
-
-
-def _split(planned: PlannedLayout) -> str:
-    """Return the number of layers per pipeline rank: `4`, or `1 to 4` if they differ."""
-    counts = planned.layers_per_stage
-    if len(set(counts)) <= 1:
-        return str(counts[0]) if counts else ""
-    return f"{min(counts)} to {max(counts)}"
-
-
-def _fit(planned: PlannedLayout) -> str | Painted:
-    if planned.fits is None:
-        return Painted("?", REMARKABLE)
-    return Painted("yes", GOOD) if planned.fits else Painted("no", BAD)
-
-
-def _seconds(planned: PlannedLayout) -> str:
-    return (
-        format_bytes(planned.read_in_all)
-        if planned.seconds is None
-        else f"{format_bytes(planned.read_in_all)}, {planned.seconds:,.0f} s"
-    )

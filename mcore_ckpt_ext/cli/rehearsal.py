@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, table
-from mcore_ckpt_ext.cli.page import plan_page
+from mcore_ckpt_ext.cli.page import rehearsal_page
 from mcore_ckpt_ext.cli.report import report
-from mcore_ckpt_ext.continuity.mathematics import sentence_of
-from mcore_ckpt_ext.errors import UsageError, counted, format_bytes
+from mcore_ckpt_ext.cli.shown_plan import shown_rehearsal
+from mcore_ckpt_ext.errors import UsageError, format_bytes
 from mcore_ckpt_ext.job.assignments import parse_assignments
 
 if TYPE_CHECKING:
@@ -83,25 +84,15 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
         )
         exit_code = 0 if rehearsal.will_succeed else 1
         if team.rank == 0:
-            report(arguments, "plan", rehearsal, page=plan_page, show=_show, exit_code=exit_code)
+            report(arguments, "plan", rehearsal, page=rehearsal_page, show=_show, exit_code=exit_code)
     return exit_code
 
 
 def _show(rehearsal: Rehearsal) -> None:
+    shown = shown_rehearsal(rehearsal)
     line(rehearsal.path)
-    table(
-        [
-            ("written by", rehearsal.old_layout),
-            (
-                "rehearsed",
-                f"{rehearsal.new_layout}, {counted(rehearsal.gpus, 'GPU')}, Megatron {rehearsal.megatron_version}"
-                + (f" ({source})" if (source := rehearsal.megatron_version_source) else ""),
-            ),
-            *((("optimizer", rehearsal.optimizer_format),) if rehearsal.optimizer_format else ()),
-            *((("loaded by", rehearsal.loaded_by),) if rehearsal.loaded_by else ()),
-            *((("because of", rehearsal.why),) if rehearsal.why else ()),
-        ]
-    )
+    table(shown.facts)
+    show_sentences(shown.remarks)
     if rehearsal.refusal is not None:
         heading(
             "this resume will be refused"
@@ -112,28 +103,9 @@ def _show(rehearsal: Rehearsal) -> None:
             line(Painted(text, BAD))
         return
     heading("checked")
-    table(
-        [
-            (
-                "optimizer",
-                f"{counted(rehearsal.elements, 'element')} of {counted(rehearsal.parameters, 'parameter')} on "
-                f"{counted(rehearsal.gpus, 'rank')}, "
-                f"each found once; placed by {' and '.join(rehearsal.order_sources)}",
-            ),
-            ("weights", f"{counted(rehearsal.weights, 'element')}, each found once"),
-            ("masters", _proof(rehearsal)),
-            (
-                "to be read",
-                f"{format_bytes(rehearsal.bytes_read)} by all ranks, of which the optimizer "
-                f"{format_bytes(rehearsal.optimizer_bytes_read)}, as the job's line says",
-            ),
-            *((("data", rehearsal.data.sentence.removeprefix("data: ")),) if rehearsal.data else ()),
-            ("training", sentence_of(rehearsal.differences)),
-        ]
-    )
+    table(shown.checked)
     heading("taken for granted")
-    for condition in rehearsal.given:
-        line(f"  {condition}")
+    show_sentences(rehearsal.given)
     if rehearsal.flags:
         show_flags("flags", rehearsal)
     line()
@@ -151,8 +123,7 @@ def show_flags(title: str, layout: Rehearsal | PlannedLayout) -> None:
         line(f"  note: {note}")
 
 
-def _proof(rehearsal: Rehearsal) -> str:
-    if not rehearsal.proven:
-        return "none: masters and weights are derived from each other"
-    how = "all" if rehearsal.is_full_proof else "samples of every parameter; --full compares all"
-    return f"{counted(rehearsal.proven, 'master')} {rehearsal.proof} ({how})"
+def show_sentences(sentences: Sequence[str]) -> None:
+    """Show sentences on lines of their own."""
+    for sentence in sentences:
+        line(f"  {sentence}")

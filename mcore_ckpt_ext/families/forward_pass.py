@@ -8,14 +8,12 @@ family. A test requires a row for every argument of the installed parser.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from mcore_ckpt_ext.errors import UsageError, escape, format_value, join_some, shorten
+from mcore_ckpt_ext.errors import escape, format_value, join_some, shorten
 from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted, Without
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
-from mcore_ckpt_ext.job.job_arguments import format_untrusted, invalid_values
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 SIZES = frozenset(name for name, row in ROWS.items() if row.effect is SHAPES)
@@ -47,34 +45,6 @@ _UNKNOWN = object()
 def classified(names: Collection[str]) -> set[str]:
     """Return the arguments with a known effect."""
     return without_effect(names) | (set(names) & ROWS.keys())
-
-
-def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
-    """Refuse arguments that a user passes and that Megatron does not have, or not with such a value.
-
-    Args:
-        passed: the arguments.
-        where: the checkpoint and the command's options, for the error.
-
-    Raises:
-        UsageError: names the first one, and a similar one that Megatron has, or what its value may be.
-    """
-    for name in sorted(passed.keys() - classified(passed)):
-        similar = get_close_matches(name, ROWS, n=1)
-        raise UsageError(
-            "Megatron has no such argument",
-            found=name,
-            expected="as Megatron's arguments are stored: with underscores, and by their destination",
-            hint=f"did you mean {similar[0]}?" if similar else "correct the name after --argument",
-        )
-    for name, expected in invalid_values(passed):
-        raise UsageError(
-            "an argument has a value that no job can have",
-            found=f"{name}: {format_untrusted(passed[name])}",
-            expected=expected,
-            where=where,
-            hint="correct the value after --argument",
-        )
 
 
 def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[str]:

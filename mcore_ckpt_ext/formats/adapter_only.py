@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some
+from mcore_ckpt_ext.families.passed_arguments import with_passed
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
@@ -76,17 +77,24 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: M
 
     Raises:
         UnsupportedCheckpointError: no family fits, or several do.
+        UsageError: arguments are passed for a model that is described completely, or are none of Megatron's.
     """
     if checkpoint.base_model is not None:
         return fit_of_adapters(checkpoint.base_model, family, passed)
     if (fit := checkpoint.format_reader.fit) is not None:
+        if passed:
+            raise UsageError(
+                "the arguments of this model are those of its config.json",
+                found=f"--argument {sorted(passed)[0]}",
+                where=str(checkpoint.folder),
+                hint="leave the option out",
+            )
         return fit
     # All families are imported, which takes longer than to open most checkpoints.
     from mcore_ckpt_ext.families.recognition import family_of_megatron
 
     where = str(checkpoint.folder)
-    arguments = checkpoint.arguments
-    model = complete(arguments.replace(source=where, **passed) if passed else arguments)
+    model = complete(with_passed(checkpoint.arguments, passed, where))
     # No adapter depends on the vocabulary size.
     model = model.replace(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
     others = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]

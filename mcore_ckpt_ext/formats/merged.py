@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, join_some
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.passed_arguments import replaced_values
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_order import about_norms
@@ -74,6 +75,7 @@ def merged_view(
         return [item for source in sources for item in source.unread(objects=objects)]
 
     notes = [
+        *replaced_values(base.arguments, passed),
         f"adapters are merged into {counted(len(merged), 'weight')}, in fp32, and rounded once",
         *about_norms(adapters, "this is"),
     ]

@@ -118,6 +118,7 @@ def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
         stored=lambda kind, name: names.slices(state.stored(kind, names.stored(name))),
         slots=lambda kind, name: names.slices(state.slots(kind, names.stored(name))),
         copies=lambda kind, name: names.copies(state.copies(kind, names.stored(name))),
+        dtypes_of=lambda name: state.dtypes_of(names.stored(name)),
         derivation=lambda kind, name: _renamed(state.derivation(kind, names.stored(name)), names),
         lost=lambda kind, name: state.lost(kind, names.stored(name)),
         is_distributed=lambda name: state.is_distributed(names.stored(name)),

@@ -18,9 +18,10 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Sharding
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
+from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.options import Recomputation
 from mcore_ckpt_ext.layout_choice.order import IDLE_STEP, distance, idle_fraction, keeps_rows, leaves_node, pressure
+from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.rules import RULES, violations
 from mcore_ckpt_ext.layout_choice.search import (
     FoundLayout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import isqrt, prod
+from math import prod
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_parameters import Cut
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS, Flags, LocalColumns, Numbers
+from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Parameter:
         stored_bytes: bytes of one element of the optimizer's state in the checkpoint.
         is_distributed: whether data-parallel ranks share its state.
         is_trained: whether it has a gradient; False if it is frozen, as under low-rank adapters.
+        stored_weight_bytes: bytes of one element of the weight in the checkpoint; None: as in memory.
     """
 
     name: str
@@ -44,6 +46,12 @@ class Parameter:
     stored_bytes: int = 0
     is_distributed: bool = True
     is_trained: bool = True
+    stored_weight_bytes: int | None = None
+
+    @property
+    def read_weight_bytes(self) -> int:
+        """Bytes that are read for one element of the weight."""
+        return self.weight_bytes if self.stored_weight_bytes is None else self.stored_weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ class Holding:
         whole_state: bytes of optimizer state that every rank keeps.
         shared_stored: bytes of optimizer state in the checkpoint that data-parallel ranks share.
         whole_stored: bytes of optimizer state in the checkpoint that every rank reads.
+        stored_weights: bytes of the weights in the checkpoint.
     """
 
     elements: int = 0
@@ -69,10 +78,11 @@ class Holding:
     whole_state: int = 0
     shared_stored: int = 0
     whole_stored: int = 0
+    stored_weights: int = 0
 
     def bytes_read(self, ranks: int) -> int:
         """Return the bytes that one of the data-parallel ranks reads in a resume."""
-        return self.weight_bytes + self.shared_stored // ranks + self.whole_stored
+        return self.stored_weights + self.shared_stored // ranks + self.whole_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,55 +147,6 @@ def place_after_layers(name: str, job: JobArguments) -> int:
     return job.num_layers - 1 if is_norm and job.mtp_num_layers and job.num_layers else AFTER_LAYERS
 
 
-ROWS_DIVISOR = 128
-"""Megatron's default of `--make-vocab-size-divisible-by`."""
-
-
-class PaddedRows:
-    """Computes the rows of the vocabulary, padded for a tensor parallel size.
-
-    They are a multiple of `--make-vocab-size-divisible-by` x TP (`vocab_size_with_padding`,
-    megatron/core/tokenizers/utils/build_tokenizer.py, and `_vocab_size_with_padding` before it, core_v0.7.0 to 0.19.2).
-    Rows of padding take part in the softmax, so that another number of them changes the loss; another divisor keeps it.
-    """
-
-    def __init__(self, tokens: int | None, stored: int, divisor: int) -> None:
-        """`tokens`: the number without padding; if it is None, the `stored` rows are padded further."""
-        self._tokens = tokens
-        self._stored = stored
-        self._divisor = divisor
-
-    def __call__(self, tensor: int) -> int:
-        """Return the number of rows for a tensor-parallel size, with the divisor that `divisor_for` returns."""
-        return self._padded((self.divisor_for(tensor) or self._divisor) * tensor)
-
-    def by_default(self, tensor: int) -> int:
-        """Return the number of rows for a tensor-parallel size with the job's own divisor."""
-        return self._padded(self._divisor * tensor)
-
-    @property
-    def stored(self) -> int:
-        """Rows in the checkpoint; 0 if they are unknown."""
-        return self._stored
-
-    def divisor_for(self, tensor: int) -> int | None:
-        """Return the divisor that keeps the rows of the checkpoint, as small as possible.
-
-        Returns:
-            None if the job's own divisor keeps them, or none does.
-        """
-        rows = self._stored
-        if not rows or rows % tensor or self.by_default(tensor) == rows:
-            return None
-        shares = rows // tensor
-        padding = rows - self._tokens if self._tokens is not None else rows - 1
-        divisors = {size for low in range(1, isqrt(shares) + 1) if shares % low == 0 for size in (low, shares // low)}
-        return min((size for size in divisors if size * tensor > padding >= 0), default=None)
-
-    def _padded(self, multiple: int) -> int:
-        return -(-(self._tokens or self._stored) // multiple) * multiple
-
-
 class ModelTable:
     """All parameters of a model, with cached totals for the stages of layouts."""
 
@@ -205,7 +166,7 @@ class ModelTable:
     @cached_property
     def stored_bytes(self) -> int:
         """Bytes of all weights and all optimizer state in the checkpoint, each element counted once."""
-        widths = ((prod(tensor.shape), tensor.weight_bytes + tensor.stored_bytes) for tensor in self.parameters)
+        widths = ((prod(tensor.shape), tensor.read_weight_bytes + tensor.stored_bytes) for tensor in self.parameters)
         return sum(elements * width for elements, width in widths)
 
     def indivisible(self, tensor: int, expert_tensor: int) -> str | None:
@@ -315,6 +276,7 @@ class ModelTable:
             np.where(shared, 0, local.state),
             np.where(shared, elements * columns["stored_bytes"], 0),
             np.where(shared, 0, elements * columns["stored_bytes"]),
+            elements * columns["read_weight_bytes"],
         )
         totals = np.stack([by_place(value) for value in values], axis=1)
         start = np.zeros((1, len(values)), dtype=np.int64)
@@ -347,4 +309,5 @@ class ModelTable:
             "stored_bytes": column(tensor.stored_bytes for tensor in all_of),
             "is_distributed": column(tensor.is_distributed for tensor in all_of),
             "is_trained": column(tensor.is_trained for tensor in all_of),
+            "read_weight_bytes": column(tensor.read_weight_bytes for tensor in all_of),
         }

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, format_bytes, reraise_as_unreadable
-from mcore_ckpt_ext.families.forward_pass import check_passed
+from mcore_ckpt_ext.families.passed_arguments import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -21,7 +21,8 @@ from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.choice import batch_of
 from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, choose
 from mcore_ckpt_ext.layout_choice.memory import Memory
-from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, ModelTable
+from mcore_ckpt_ext.layout_choice.model_table import ModelTable
+from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR
 from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order
 from mcore_ckpt_ext.continuity.mathematics import Difference
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
-from mcore_ckpt_ext.families.forward_pass import check_passed
+from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
@@ -115,6 +115,7 @@ class LayoutPlan(ShortRepr):
         excluded: how many combinations each rule of Megatron excluded.
         nearest: for each rule, the excluded layout that is nearest to the old one, and the reason: (layout, reason).
         unknown: arguments of the job that are unknown, and count as their defaults.
+        replaced: arguments that were passed although the checkpoint stores another value, with both values.
     """
 
     schema: int
@@ -134,6 +135,7 @@ class LayoutPlan(ShortRepr):
     excluded: Mapping[str, int]
     nearest: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...]
+    replaced: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
@@ -185,8 +187,7 @@ def plan(
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         stated: Mapping[str, Any] = arguments or {}
-        check_passed(stated)
-        job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**stated))
+        job = with_shown_arguments(checkpoint, with_passed(checkpoint.arguments, stated))
         version, release_source = release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
@@ -230,6 +231,7 @@ def plan(
                 for _, layout, reason in sorted(result.nearest.values(), key=lambda exclusion: exclusion[0])
             ),
             unknown=unknown_arguments(job),
+            replaced=replaced_values(checkpoint.arguments, stated),
         )
 
 

@@ -12,13 +12,12 @@ from mcore_ckpt_ext.layout.parallel import has_varying_layers
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, number_of
 from mcore_ckpt_ext.layout_choice.model_table import (
-    ROWS_DIVISOR,
     ModelTable,
-    PaddedRows,
     Parameter,
     embedding_copies,
     place_after_layers,
 )
+from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.model_space.anatomy import (
     in_vocabulary,
     language_prefix,
@@ -28,7 +27,6 @@ from mcore_ckpt_ext.model_space.anatomy import (
 )
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
-from mcore_ckpt_ext.optimizers.table import shows_names
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, dtype_named
 
 _BEFORE = -1
@@ -76,11 +74,22 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
                 in_memory,
                 stored,
                 is_distributed,
+                stored_weight_bytes=_stored_width(checkpoint, name) or width,
             )
         )
     stored_rows = checkpoint.vocabulary_rows or 0
     padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or ROWS_DIVISOR)
     return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
+
+
+def _stored_width(checkpoint: CheckpointView, name: str) -> int | None:
+    """Return the bytes of a stored element of a weight, which may be an fp32 master that a load rounds.
+
+    Returns:
+        None if the weight is not stored: it is derived, or there are only other parts.
+    """
+    stored = next(iter(checkpoint.stored(WEIGHT, name)), None)
+    return None if stored is None else _bytes_of(stored.extent.dtype)
 
 
 def _check_layers(checkpoint: CheckpointView, job: JobArguments, declared: int, block: str) -> None:
@@ -178,42 +187,40 @@ class _States:
 
     def __init__(self, checkpoint: CheckpointView, job: JobArguments) -> None:
         self._state = checkpoint.optimizer if checkpoint.optimizer_format else None
-        self._shows_names = shows_names(checkpoint.optimizer_format)
-        kinds = self._state.kinds if self._state else (FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
-        # With remainders, the master is not stored: it is joined from a weight and a remainder.
-        self._kinds = [kind for kind in kinds if not (kind == FP32_PARAM and PARAM_REMAINDER in kinds)]
-        self._names = (
-            {kind: set(self._state.names(kind)) for kind in kinds} if self._state and self._shows_names else {}
-        )
         self._in_memory = _state_dtypes(job)
         self._distributed = bool(job.use_distributed_optimizer)
 
     def of(self, name: str, weight_bytes: int) -> tuple[int, int, bool]:
         """Return the bytes of an element in memory and in the checkpoint, and True if ranks share them."""
         in_memory = stored = 0
-        for kind in self._kinds:
-            if self._names and name not in self._names[kind]:
-                continue
-            tensor = self._state.logical_tensor(kind, name) if self._state and self._shows_names else None
-            width = _bytes_of(tensor.dtype) if tensor is not None else (2 if kind == PARAM_REMAINDER else 4)
+        for kind, dtype in self._kinds_of(name).items():
+            width = _bytes_of(dtype)
             stored += self._stored_bytes(kind, name, width, weight_bytes)
             # Masters of fp32 weights are the weights themselves (`_build_model_and_main_param_groups`,
             # megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0 to 0.19.2).
             is_weight = kind == FP32_PARAM and weight_bytes == 4
             in_memory += 0 if is_weight else self._in_memory.get(kind, width)
-        shared = self._state.is_distributed(name) if self._state and self._shows_names else self._distributed
-        return in_memory, stored, shared
+        return in_memory, stored, self._state.is_distributed(name) if self._state else self._distributed
+
+    def _kinds_of(self, name: str) -> dict[str, str]:
+        """Return the dtypes of a parameter's state by kind; a master with a remainder is left out."""
+        if self._state is None:
+            return dict.fromkeys((FP32_PARAM, EXP_AVG, EXP_AVG_SQ), "float32")
+        dtypes = self._state.dtypes_of(name)
+        return {kind: dtype for kind, dtype in dtypes.items() if kind != FP32_PARAM or PARAM_REMAINDER not in dtypes}
 
     def _stored_bytes(self, kind: str, name: str, width: int, weight_bytes: int) -> int:
         """Return the bytes that are read for an element of a kind.
 
-        A master is joined from its weight and its remainder, which `fully_reshardable` stores as a number in fp32.
+        A master is joined from its weight and its remainder, which `fully_reshardable` stores as a number in fp32;
+        moments before the first step are not stored.
         """
         if self._state is None:
             return 0
-        if kind != PARAM_REMAINDER:
-            return width
-        return weight_bytes + (width if self._state.derivation(kind, name) is None else 4)
+        is_derived = self._state.derivation(kind, name) is not None
+        if kind == PARAM_REMAINDER:
+            return weight_bytes + (4 if is_derived else width)
+        return 0 if is_derived else width
 
 
 def state_bytes(job: JobArguments) -> int:

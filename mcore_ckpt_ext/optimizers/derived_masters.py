@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
@@ -60,8 +60,13 @@ def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
         logical_tensor=logical_tensor,
         stored=lambda kind, name: state.stored(stored_kind(kind, name), name),
         copies=lambda kind, name: state.copies(stored_kind(kind, name), name),
+        dtypes_of=lambda name: _with_master(state.dtypes_of(name)),
         derivation=derivation,
     )
+
+
+def _with_master(dtypes: Mapping[str, str]) -> Mapping[str, str]:
+    return {**dtypes, FP32_PARAM: "float32"} if PARAM_REMAINDER in dtypes else dtypes
 
 
 def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
@@ -94,6 +99,10 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
 
         return ElementByElement(((state, FP32_PARAM),), compute)
 
+    def dtypes_of(name: str) -> dict[str, str]:
+        dtypes = dict(state.dtypes_of(name))
+        return {**dtypes, PARAM_REMAINDER: "int16"} if dtypes.pop(FP32_PARAM, None) else dtypes
+
     return replace(
         StateView.of(state),
         kinds=kinds,
@@ -102,6 +111,7 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
         logical_tensor=logical_tensor,
         stored=lambda kind, name: state.stored(stored_kind(kind), name) if kind != FP32_PARAM else [],
         copies=lambda kind, name: state.copies(stored_kind(kind), name),
+        dtypes_of=dtypes_of,
         derivation=derivation,
     )
 
@@ -135,6 +145,11 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
     def copies(kind: str, name: str) -> Copies:
         return [[list(stored(kind, name))]] if kind == FP32_PARAM else state.copies(kind, name)
 
+    def dtypes_of(name: str) -> dict[str, str]:
+        dtypes = dict(state.dtypes_of(name))
+        has_weight = (dtypes or name in trained) and weight_of(name) is not None
+        return {FP32_PARAM: "float32", **dtypes} if has_weight else dtypes
+
     # Only the weights contain the masters.
     return replace(
         StateView.of(state),
@@ -143,6 +158,7 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
         logical_tensor=logical_tensor,
         stored=stored,
         copies=copies,
+        dtypes_of=dtypes_of,
     )
 
 

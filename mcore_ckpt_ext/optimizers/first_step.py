@@ -61,6 +61,10 @@ def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> Optimize
         tensor = state.logical_tensor(stored_kind(kind), name)
         return LogicalTensor(name, tensor.shape, "float32") if tensor and kind in moments else tensor
 
+    def dtypes_of(name: str) -> dict[str, str]:
+        dtypes = state.dtypes_of(name)
+        return {**dtypes, **dict.fromkeys(moments if FP32_PARAM in dtypes else (), "float32")}
+
     return replace(
         StateView.of(state),
         kinds=(*state.kinds, *moments),
@@ -70,6 +74,7 @@ def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> Optimize
         # Moments have the positions of their masters.
         stored=lambda kind, name: state.stored(stored_kind(kind), name),
         copies=lambda kind, name: state.copies(stored_kind(kind), name),
+        dtypes_of=dtypes_of,
         derivation=lambda kind, name: _Zeros() if kind in moments else state.derivation(kind, name),
     )
 

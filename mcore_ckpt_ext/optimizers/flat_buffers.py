@@ -69,6 +69,10 @@ class FlatBuffers(OptimizerState):
             return None
         return LogicalTensor(name, weight.tensor.shape, self._dtypes[kind])
 
+    @override
+    def dtypes_of(self, name: str) -> Mapping[str, str]:
+        return self._dtypes if name in self.models.weights else {}
+
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all stored slices of one tensor, replicas after the first copy."""
         return list(self._slices(kind, name))

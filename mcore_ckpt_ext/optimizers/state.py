@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
@@ -25,6 +25,14 @@ class OptimizerState(StoredOnce, ABC):
     @abstractmethod
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """Return the name, shape and dtype of a tensor; None if the checkpoint does not contain it."""
+
+    def dtypes_of(self, name: str) -> Mapping[str, str]:
+        """Return the kinds of a parameter's state with their dtypes, by metadata alone.
+
+        Of gradient buffers, all parameters that may be in them have every kind.
+        """
+        tensors = {kind: self.logical_tensor(kind, name) for kind in self.kinds}
+        return {kind: tensor.dtype for kind, tensor in tensors.items() if tensor is not None}
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """Return the derivation of a tensor from others; None if it is stored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Protocol, TypeVar
@@ -11,7 +11,7 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
-from mcore_ckpt_ext.planning.source_view import OfTensor
+from mcore_ckpt_ext.planning.source_view import Answer, OfTensor
 
 Item = TypeVar("Item")
 
@@ -23,11 +23,11 @@ class NamesOfKind(Protocol):
         """Return all parameters with state of one kind; by default, of any."""
 
 
-class OfParameter(Protocol):
-    """A predicate of one parameter."""
+class OfParameter(Protocol[Answer]):
+    """A function of one parameter."""
 
-    def __call__(self, name: str) -> bool:
-        """Return whether it is true of the parameter."""
+    def __call__(self, name: str) -> Answer:
+        """Return the value for the parameter of this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,10 @@ class StateView(OptimizerState):
     stored: OfTensor[Sequence[StoredSlice]]
     slots: OfTensor[Sequence[StoredSlice]]
     copies: OfTensor[Copies]
+    dtypes_of: OfParameter[Mapping[str, str]]
     derivation: OfTensor[Derivation | None]
     lost: OfTensor[list[tuple[int, int]]]
-    is_distributed: OfParameter
+    is_distributed: OfParameter[bool]
     order_sources: Callable[[], list[str]]
     lost_elements: Callable[[], dict[str, int]]
     buffers: Sequence[Buffers]
@@ -86,11 +87,8 @@ def joined(states: Sequence[OptimizerState]) -> OptimizerState:
     none = NoState()
 
     @cache
-    def by_name() -> dict[str, OptimizerState]:
-        return {name: state for state in reversed(states) for name in state.names()}
-
     def of(name: str) -> OptimizerState:
-        return by_name().get(name, none)
+        return next((state for state in states if state.dtypes_of(name)), none)
 
     return StateView(
         kinds=_once(kind for state in states for kind in state.kinds),
@@ -100,6 +98,7 @@ def joined(states: Sequence[OptimizerState]) -> OptimizerState:
         stored=lambda kind, name: of(name).stored(kind, name),
         slots=lambda kind, name: of(name).slots(kind, name),
         copies=lambda kind, name: of(name).copies(kind, name),
+        dtypes_of=lambda name: of(name).dtypes_of(name),
         derivation=lambda kind, name: of(name).derivation(kind, name),
         lost=lambda kind, name: of(name).lost(kind, name),
         is_distributed=lambda name: of(name).is_distributed(name),

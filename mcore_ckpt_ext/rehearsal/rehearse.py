@@ -11,7 +11,7 @@ from typing import Any
 from mcore_ckpt_ext.communicator import Communicator, SingleProcess
 from mcore_ckpt_ext.continuity.mathematics import differences_of_jobs
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, reraise_as_unreadable
-from mcore_ckpt_ext.families.forward_pass import check_passed
+from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
 from mcore_ckpt_ext.formats.accounts import account_of_load
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -71,7 +71,6 @@ def rehearse(
         UsageError: an argument has an invalid value.
         CheckpointError: the checkpoint cannot be read, or a rehearsal does not support the job.
     """
-    check_passed(arguments or {})
     if not any_change:
         check_changes(changes or {})
     check_gpus(gpus)
@@ -130,8 +129,12 @@ class _Rehearsing:
         version, source = release_of(checkpoint, request.stated_version)
         self._request = request = replace(request, version=version)
         self._plain = replace(self._plain, megatron_version=str(version), megatron_version_source=source)
-        written = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**request.arguments))
-        self._plain = replace(self._plain, old_layout=str(ParallelLayout.from_arguments(written)))
+        written = with_shown_arguments(checkpoint, with_passed(checkpoint.arguments, request.arguments))
+        self._plain = replace(
+            self._plain,
+            old_layout=str(ParallelLayout.from_arguments(written)),
+            replaced=replaced_values(checkpoint.arguments, request.arguments),
+        )
         # The table of its parameters needs the packing of the buffers. Ranks of a job recover it when they plan, each
         # for what it reads, which is all only without pipeline and data parallelism.
         reads_all = request.gpus == request.sizes.get("tensor", 1)

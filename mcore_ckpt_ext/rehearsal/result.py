@@ -45,6 +45,7 @@ class Rehearsal:
         notes: changes for the user.
         data: whether the data goes on in the same order; None if that was not reached.
         differences: all that training computes otherwise than before, apart from rounding.
+        replaced: arguments that were passed although the checkpoint stores another value, with both values.
     """
 
     schema: int
@@ -77,3 +78,4 @@ class Rehearsal:
     notes: tuple[str, ...] = ()
     data: DataOrder | None = None
     differences: tuple[Difference, ...] = ()
+    replaced: tuple[str, ...] = ()

@@ -12,8 +12,8 @@ from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.layer_form import LAYER_FORM, check_layer_form
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
+from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_rules import search_sizes
 from mcore_ckpt_ext.versions import Version

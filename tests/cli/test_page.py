@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page, write_page
+from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page, rehearsal_page, write_page
 from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -207,8 +207,18 @@ def test_the_page_of_a_plan(browser: str, tmp_path: Path, capsys: pytest.Capture
     assert f"wrote {path}" in capsys.readouterr().err
     dom = shown(browser, path)
     text = text_of(dom)
-    for expected in ("7 layouts of 6 GPUs", "Flags for TP2 x PP3 x DP1", "--decoder-last-pipeline-num-layers", "1 s",
-                     "7 of 7 layouts", "random states are reinitialized"):  # fmt: skip
+    expected_texts = (
+        "not the same training: another --global-batch-size",
+        "same training, but for rounding: TP2 x PP3 x DP1",
+        "memory of the fullest GPU",
+        "7 layouts of 6 GPUs",
+        "Flags for TP2 x PP3 x DP1",
+        "--decoder-last-pipeline-num-layers",
+        "1 s",
+        "7 of 7 layouts",
+        "random states are reinitialized",
+    )
+    for expected in expected_texts:
         assert expected in text, expected
     assert len(re.findall(r'title="(?:weights|gradients|optimizer|activations): ', dom)) == 4 * 7
 
@@ -234,7 +244,7 @@ def test_the_page_of_a_rehearsal(layout: str, code: int, browser: str, tmp_path:
 
 def test_untrusted_names_stay_names_in_a_rehearsal(browser: str, tmp_path: Path) -> None:
     found = Rehearsal(SCHEMA, HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE, HOSTILE, refusal=HOSTILE)
-    assert_it_stays_text(browser, tmp_path / "page.html", plan_page(found), times=4)
+    assert_it_stays_text(browser, tmp_path / "page.html", rehearsal_page(found), times=4)
 
 
 def test_a_page_takes_no_others_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,27 @@ def test_verify_does_not_overwrite_what_is_no_page(tmp_path: Path, capsys: pytes
     assert main(["verify", str(RUN), "--quick", "--html", str(tmp_path / "notes.txt")]) == 2
     assert "overwrite" in capsys.readouterr().err
     assert (tmp_path / "notes.txt").read_text() == "notes"
+
+
+SHOWN: dict[str, tuple[list[str], Callable[[Any], list[Any]]]] = {
+    "layouts": (["--gpus", "6"], lambda said: [*said["sentences"], *said["best"], *said["rows"]]),
+    "fewer GPUs": (["--gpus", "7"], lambda said: [*said["remarks"], *said["fewer"]]),
+    "a rehearsal": (["--gpus", "4", "--rehearse", "tp=2", "pp=2"], lambda said: [*said["remarks"], *said["checked"]]),
+}
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_the_page_of_a_plan_says_what_a_terminal_shows(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, parts = SHOWN[case]
+    path, run = tmp_path / "page.html", str(fixture_named("p02").run)
+    assert main(["plan", run, *words, "--argument", "train_iters=99", "--html", str(path)]) == 0
+    said = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])["shown"]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    named = parts(said)
+    assert any("train_iters is 99, as passed; the checkpoint stores" in remark for remark in said["remarks"])
+    assert any("same training, but for rounding" in str(part) for part in named) == (case != "fewer GPUs")
+    assert len(named) > 2
+    for part in named:
+        assert (part if isinstance(part, str) else " ".join(part)) in lines

@@ -7,7 +7,8 @@ from typing import Any
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.memory import Buffers
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
+from mcore_ckpt_ext.layout_choice.model_table import ModelTable
+from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.search import Search, SearchRequest, search
 from mcore_ckpt_ext.versions import NEWEST
 

@@ -26,11 +26,11 @@ from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise, packed
 from mcore_ckpt_ext.layout_choice.memory import Buffers
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
-    PaddedRows,
     Parameter,
     embedding_copies,
     place_after_layers,
 )
+from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.rules import violations
 from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.layout_choice.stage_split import applied_split

@@ -15,7 +15,10 @@ import pytest
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings, training_state
 
 from mcore_ckpt_ext import Legacy, TorchDist, convert, open_checkpoint
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.layout_plan import plan
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkouts import EITHER, optimizers_of_checkout, version
 from tests.harness.checkpoints import assert_converted, everything_in, fixture_named
@@ -108,6 +111,16 @@ def test_under_another_layout_and_as_another_kind(saved: str, resumed: str, stor
     check_has(saved, results)
     assert results.job(resumed).summary["format"] == stored
     assert_resumed(results.job(saved), results.job(resumed), KINDS[saved])
+
+
+@pytest.mark.parametrize("saved", ["split", "with Lion"])
+def test_a_plan_knows_what_each_parameter_keeps(saved: str, results: Results) -> None:
+    """A matrix has a momentum, every other parameter the moments of its own optimizer."""
+    check_has(saved, results)
+    run = results.job(saved).run
+    planned, *_ = plan(run, 4).layouts
+    rehearsed = rehearse(run, 4, {name: planned.sizes[label] for label, name in PINS.items()})
+    assert (rehearsed.will_succeed, rehearsed.bytes_read) == (True, planned.read_in_all)
 
 
 def test_stock_loads_what_it_can_reshard(results: Results) -> None:

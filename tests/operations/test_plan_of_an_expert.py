@@ -12,8 +12,8 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.layout_choice.model_table import PaddedRows
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
+from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.operations.elastic_layout import choose_layout
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of

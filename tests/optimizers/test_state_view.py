@@ -16,6 +16,7 @@ def part(state: OptimizerState, names: Sequence[str], source: str, distributed: 
     return replace(
         StateView.of(state),
         names=lambda kind=None: [name for name in state.names(kind) if name in names],
+        dtypes_of=lambda name: state.dtypes_of(name) if name in names else {},
         is_distributed=lambda name: distributed,
         order_sources=lambda: [source],
         shifted=names[:1],

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext import Legacy, convert
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -70,17 +71,26 @@ def test_it_reads_what_the_plan_says(name: str, layout: str, gpus: int) -> None:
 
 
 @pytest.mark.parametrize("gpus", [None, 3])
-@pytest.mark.parametrize("name", INTACT)
+@pytest.mark.parametrize("name", [*INTACT, *APART])
 def test_it_says_of_a_layout_what_the_plan_says(name: str, gpus: int | None) -> None:
     """Of the job's own layout, and of the first for 3 GPUs, under which the global batch changes."""
     run = fixture_named(name).run
     first, *_ = plan(run, gpus or open_checkpoint(run).layout.world).layouts
     found = rehearsed(run, " ".join(f"{label}={first.sizes[label]}" for label in PINS), first.gpus)
     assert found.will_succeed
+    assert found.bytes_read == first.read_in_all
     for said in ("flags", "removed_flags", "notes", "data", "differences"):
         assert getattr(found, said) == getattr(first, said), said
     if found.loaded_by is not None:
         assert (found.loaded_by == STOCK) == first.stock_resumes
+
+
+def test_it_reads_what_the_plan_says_of_the_files_of_ranks(tmp_path: Path) -> None:
+    """Muon keeps other state of matrices than of other parameters, of which legacy files have no names."""
+    convert(fixture_named("p43").run, tmp_path / "legacy", Legacy())
+    found = rehearsed(tmp_path / "legacy", "pp=2", 4)
+    (planned,) = plan(tmp_path / "legacy", 4, pins={"tp": 1, "pp": 2, "vpp": 1}).layouts
+    assert found.bytes_read == planned.read_in_all
 
 
 def test_every_instance_of_the_optimizer_reads_its_state() -> None:

@@ -122,3 +122,9 @@ function headed(title, sub) {
     element("header", {}, element("h1", {}, title), themed()), element("p", { class: "sub" }, sub), element("p", { class: "note" }, data.page.made),
   ];
 }
+
+// The flags of a layout, those that must go, and what it changes for the user.
+function flagsOf(one) {
+  const removed = one.removed_flags.length ? [`Leave out, if your command has them: ${one.removed_flags.join(", ")}`] : [];
+  return [element("code", {}, one.flags), ...[...removed, ...one.notes].map(note)];
+}

@@ -17,7 +17,8 @@ from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
-from mcore_ckpt_ext.families.forward_pass import check_passed, notes_on, unknown
+from mcore_ckpt_ext.families.forward_pass import notes_on, unknown
+from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.auxiliary_files import (
@@ -99,9 +100,8 @@ class HuggingFaceTarget:
         names = [name for name in checkpoint.weights.names() if name not in vision_names]
         passed = parse_assignments(options.arguments)
         self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
-        check_passed(passed, self._where)
-        recorded = checkpoint.arguments
-        model = complete(recorded.replace(source=self._where, **passed) if passed else recorded)
+        model = complete(with_passed(checkpoint.arguments, passed, self._where))
+        self._replaced = replaced_values(checkpoint.arguments, passed)
         self._check_ignored(model, passed)
         arguments = model.replace(vocab_size=self._vocabulary())
         once = (text_config(config) or config).get("model_type")
@@ -264,9 +264,8 @@ class HuggingFaceTarget:
         """Yield notes for users who load the folder; `missing`: token keys without a value in `config.json`."""
         family = self.fit.family
         yield f"model family: {family.described}"
-        yield from family.notices(self.fit.arguments)
-        yield from notes_on(self.fit.arguments)
-        yield from unknown(self.fit.arguments)
+        arguments = self.fit.arguments
+        yield from (*self._replaced, *family.notices(arguments), *notes_on(arguments), *unknown(arguments))
         shapes = parameter_shapes(self._tensors)
         yield from contradictions(self._checkpoint)
         stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
+from mcore_ckpt_ext.families.passed_arguments import replaced_values
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_order import about_norms
@@ -40,7 +41,9 @@ class PeftTarget:
         self._checkpoint = checkpoint
         self._check_options(options)
         self.left_out = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
-        self.fit: Fit = fit_of_adapters(checkpoint, family, parse_assignments(options.arguments))
+        passed = parse_assignments(options.arguments)
+        self.fit: Fit = fit_of_adapters(checkpoint, family, passed)
+        self._replaced = replaced_values(checkpoint.arguments, passed)
         self._adapters = adapters_in(checkpoint, self.fit)
         self._scaling = scaling_of(checkpoint, options.lora_alpha)
 
@@ -92,6 +95,7 @@ class PeftTarget:
         }
 
     def _notes(self) -> Iterator[str]:
+        yield from self._replaced
         yield f"adapters for {with_indefinite_article(self.fit.family.name)}, which peft loads onto the model"
         yield from about_norms(self._checkpoint, "peft, which has whole norms, computes")
         if self.left_out:

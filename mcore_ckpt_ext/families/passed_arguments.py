@@ -1,0 +1,85 @@
+"""Checks the arguments that a user passes, and compares them with the stored ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from mcore_ckpt_ext.errors import UsageError, format_value
+from mcore_ckpt_ext.families.forward_pass import classified
+from mcore_ckpt_ext.job.arguments.table import ROWS
+from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
+from mcore_ckpt_ext.job.job_arguments import JobArguments, format_untrusted, invalid_values
+
+
+def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
+    """Refuse arguments that a user passes and that Megatron does not have, or not with such a value.
+
+    Args:
+        passed: the arguments.
+        where: the checkpoint and the command's options, for the error.
+
+    Raises:
+        UsageError: names the first one, and a similar one that Megatron has, or what its value may be.
+    """
+    for name in sorted(passed.keys() - classified(passed)):
+        similar = get_close_matches(name, ROWS, n=1)
+        raise UsageError(
+            "Megatron has no such argument",
+            found=name,
+            expected="as Megatron's arguments are stored: with underscores, and by their destination",
+            hint=f"did you mean {similar[0]}?" if similar else "correct the name after --argument",
+        )
+    for name, expected in invalid_values(passed):
+        raise UsageError(
+            "an argument has a value that no job can have",
+            found=f"{name}: {format_untrusted(passed[name])}",
+            expected=expected,
+            where=where,
+            hint="correct the value after --argument",
+        )
+
+
+def with_passed(stored: JobArguments, passed: Mapping[str, Any], where: str | None = None) -> JobArguments:
+    """Return the arguments of a checkpoint's job with those that a user passes, which take precedence.
+
+    Args:
+        stored: the arguments that the checkpoint stores.
+        passed: the arguments that the user passes.
+        where: the checkpoint and the command's options, for errors.
+
+    Raises:
+        UsageError: Megatron has no such argument, or not with such a value; or the checkpoint stores another layout of
+            its job, by which its content is found.
+    """
+    check_passed(passed, where)
+    for name in sorted(set(SIZE_ARGUMENTS.values()) & _contradicting(stored, passed)):
+        if stored.raw[name] is not None:
+            raise UsageError(
+                "an argument contradicts the layout of the job that wrote the checkpoint",
+                found=f"{name}: {format_untrusted(passed[name])}",
+                expected=f"{format_untrusted(stored.raw[name])}, as the checkpoint stores it",
+                where=where,
+                hint="leave it out",
+            )
+    return stored.replace(source=where, **passed) if passed else stored
+
+
+def replaced_values(stored: JobArguments, passed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Describe the arguments that a user passes although the checkpoint stores another value."""
+    return tuple(
+        f"{name} is {format_value(passed[name])}, as passed; the checkpoint stores {format_value(stored.raw[name])}"
+        for name in sorted(_contradicting(stored, passed))
+    )
+
+
+def _contradicting(stored: JobArguments, passed: Mapping[str, Any]) -> set[str]:
+    return {name for name in passed if stored.is_set(name) and _plain(passed[name]) != _plain(stored.raw[name])}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: Megatron stores dtypes and some choices as objects."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

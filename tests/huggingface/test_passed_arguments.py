@@ -1,0 +1,58 @@
+"""Test arguments that a user passes although the checkpoint stores them, in every command that takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.storage.dtypes import dtype_named
+from tests.harness.checkpoints import fixture_named
+
+REPLACED = "note: seq_length is 64, as passed; the checkpoint stores 32"
+REHEARSED = ("--rehearse", "tp=2", "pp=2")
+
+
+@pytest.mark.parametrize("rehearsed", [(), REHEARSED])
+def test_a_plan_says_which_stored_value_it_does_not_use(
+    rehearsed: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(fixture_named("p02").run), "--gpus", "4", *rehearsed, "--argument"]
+    assert main([*words, "seq_length=64", "micro_batch_size=1"]) == 0
+    shown = capsys.readouterr().out
+    assert REPLACED in shown
+    assert "micro_batch_size is" not in shown, "it is the stored value"
+
+
+@pytest.mark.parametrize("rehearsed", [(), REHEARSED])
+def test_the_stored_layout_is_not_replaced(rehearsed: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """The content of gradient buffers is found by it."""
+    words = ["plan", str(fixture_named("p02").run), "--gpus", "4", *rehearsed, "--argument"]
+    assert main([*words, "tensor_model_parallel_size=1"]) == 2
+    shown = capsys.readouterr().err
+    assert "contradicts the layout of the job that wrote the checkpoint" in shown
+    assert "2, as the checkpoint stores it" in shown
+    assert main([*words, "tensor_model_parallel_size=2"]) == 0
+
+
+def test_a_conversion_says_which_stored_value_it_does_not_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(fixture_named("p02").run), str(tmp_path / "hf"), "--to", "hf", "--argument"]
+    stored = mcore_ckpt_ext.open_checkpoint(fixture_named("p02").run).arguments.rotary_base
+    assert main([*words, "rotary_base=500000", "--argument", "swiglu=true"]) == 0
+    shown = capsys.readouterr()
+    assert f"rotary_base is 500000, as passed; the checkpoint stores {stored}" in shown.out + shown.err
+    assert "swiglu is" not in shown.out + shown.err
+
+
+def test_values_are_compared_as_megatron_stores_them() -> None:
+    stored = JobArguments.of({"moe_layer_freq": (1, 0), "params_dtype": dtype_named("bfloat16"), "num_experts": None})
+    passed = {"moe_layer_freq": [1, 0], "params_dtype": str(dtype_named("bfloat16")), "seq_length": 8}
+    assert replaced_values(stored, passed) == ()
+    assert with_passed(stored, passed).seq_length == 8
+    assert replaced_values(stored, {"num_experts": 4}) == ("num_experts is 4, as passed; the checkpoint stores None",)
