@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED
 from tests.harness.layouts import BATCH, Layout
@@ -170,6 +171,15 @@ def test_later_states_are_saved_where_the_user_asked(results: Results, base: Pat
     assert len(list((base / "loader" / "iter_0000006" / "mp_rank_00_000").iterdir())) == 2
     written = open_checkpoint(base / "second" / "checkpoints" / "iter_0000006").arguments
     assert written.dataloader_save == str(base / "loader")
+
+
+def test_plan_names_the_workers_of_each_layout(
+    results: Results, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.job("first")
+    for gpus, workers in ((4, 4), (8, 1)):
+        assert main(["plan", str(base / "first" / "checkpoints"), "--gpus", str(gpus)]) == 0
+        assert f"it goes on with --num-workers {workers}: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
