@@ -46,6 +46,7 @@ LAYOUTS = {
     "DP 4 to 2": Layout(2),
     "micro batch 2": Layout(4, micro_batch=2),
     "TP 2": Layout(4, tensor=2, more="--sequence-parallel"),
+    "TP 2 without sequence parallelism": Layout(4, tensor=2),
     "PP 2": Layout(4, pipeline=2),
     "CP 2": Layout(4, more="--context-parallel-size 2"),
     "EP 2": Layout(4, more="--expert-model-parallel-size 2"),
@@ -60,6 +61,12 @@ _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allg
 BALANCED = f"{_EXPERTS} --moe-aux-loss-coeff 1.0"
 # Tied embeddings with pipeline stages cannot be saved by 0.19.2.
 _PREDICTING = "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights"
+_DELTA_NETS = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq [1]*4 --linear-conv-kernel-dim 4 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 4 "
+    "--position-embedding-type none --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --spec megatron_on_cpu.delta_net_layers layer"
+)
 _MUON = "--optimizer muon --muon-tp-mode"
 FEATURES = {
     "GPT": "",
@@ -70,6 +77,7 @@ FEATURES = {
     "attention sinks alone": "--softmax-type learnable",
     "latent attention": "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm",
+    "gated delta nets": _DELTA_NETS,
     "multi-token prediction": _PREDICTING,
     "multi-token prediction, masked losses": f"{_PREDICTING} --eod-mask-loss",
     "multi-token prediction, masked losses, per token": f"{_PREDICTING} --eod-mask-loss --calculate-per-token-loss",

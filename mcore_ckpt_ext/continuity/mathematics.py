@@ -34,6 +34,8 @@ DEFECT = "defect"
 BY_CHANCE = "by chance"
 _ROUTER = "megatron/core/transformer/moe/router.py"
 _FURTHER_TOKENS = "megatron/core/transformer/multi_token_prediction.py, `process_mtp_loss`; until 0.16 gpt_model.py"
+# `gdn` and `gdn2` on the development head (experimental_attention_variant_module_specs.py).
+_DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 _BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -110,8 +112,10 @@ def _has_delayed_scaling(job: JobArguments) -> bool:
 
 
 def _has_delta_nets(job: JobArguments) -> bool:
+    """Return True if a job has gated delta nets: by name, or as `G` in a hybrid pattern."""
     variant = job.raw.get("experimental_attention_variant") or job.raw.get("linear_attention_type")
-    return variant == "gated_delta_net" and not job.raw.get("sequence_parallel")
+    is_in_pattern = "G" in str(job.raw.get("hybrid_layer_pattern"))
+    return (variant in _DELTA_NETS or is_in_pattern) and not job.raw.get("sequence_parallel")
 
 
 DEPENDENCIES = (
@@ -126,8 +130,7 @@ DEPENDENCIES = (
     Dependency(
         "--eod-mask-loss, --sft or own data without --calculate-per-token-loss",
         (MICRO_BATCH,),
-        "the loss is averaged over the tokens of each micro batch, then over the micro batches, so that samples with "
-        "few tokens weigh more or less",
+        "the loss is averaged over each micro batch first, so that samples with few tokens weigh more or less",
         BY_DESIGN,
         "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
         _averages_masked,
@@ -247,6 +250,7 @@ DEPENDENCIES = (
         "megatron/core/ssm/gated_delta_net, `out_norm`, and megatron/core/distributed/finalize_model_grads.py, "
         "`_allreduce_non_tensor_model_parallel_grads`",
         _has_delta_nets,
+        "2.4e-5 of the loss or the gradient norm",
     ),
     Dependency(
         "fp8 with --fp8-recipe delayed",
@@ -339,8 +343,7 @@ def sentence_of(found: Sequence[Difference]) -> str:
     if not found:
         return SAME_TRAINING
     if is_same_training(found):
-        return (
-            f"{SAME_TRAINING} and {', '.join(difference.feature for difference in found)}, which draws other elements"
-        )
+        features = ", ".join(difference.feature for difference in found)
+        return f"{SAME_TRAINING} and {features}, which draws other elements"
     reasons = (f"{difference.feature}: {difference.effect}" for difference in found if difference.kind != BY_CHANCE)
     return f"not the same training: {'; '.join(reasons)}"

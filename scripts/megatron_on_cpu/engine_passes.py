@@ -30,6 +30,11 @@ def install() -> None:
     engine.DotProductAttention.forward = _attention
     # The router then multiplies with torch.
     importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
+    provide_delta_net_functions()
+
+
+def provide_delta_net_functions() -> None:
+    """Give gated delta nets the functions of flash-linear-attention."""
     common: Any = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
     nets: Any = importlib.import_module("megatron.core.ssm.gated_delta_net.gdn")
     common.HAVE_FLA = True

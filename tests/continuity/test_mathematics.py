@@ -80,8 +80,16 @@ def test_defects_are_those_of_their_releases() -> None:
     assert _changing(predicting, Version(0, 16)) == set()
 
 
-def test_norms_of_delta_nets_depend_on_tensor_parallelism_without_sequence_parallelism() -> None:
-    job = JobArguments.of({**_BASE, "experimental_attention_variant": "gated_delta_net"})
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"experimental_attention_variant": "gated_delta_net"},
+        {"experimental_attention_variant": "gdn2"},
+        {"hybrid_layer_pattern": "G*G-"},
+    ],
+)
+def test_norms_of_delta_nets_depend_on_tensor_parallelism_without_sequence_parallelism(feature: dict[str, Any]) -> None:
+    job = JobArguments.of({**_BASE, **feature})
     (found,) = differences_of_jobs(job, job.replace(**{**_TP2, "sequence_parallel": False}), NEWEST)
     assert "output norm" in found.effect
 

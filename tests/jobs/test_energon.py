@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED
 from tests.harness.layouts import BATCH, Layout
@@ -26,6 +27,7 @@ _SAMPLES = 2 * BATCH * LAST  # the next epoch does not begin: shuffling mixes th
 _DP4 = Layout(1, 1, 4)
 _STAGES = Layout(1, 2, 4)
 _TP2 = Layout(2, 1, 4)
+_DP8 = Layout(1, 1, 8)
 _WORKERS = 8  # of all ranks
 
 
@@ -34,31 +36,44 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("energon")
 
 
+def _turn(
+    base: Path, name: str, layout: Layout, workers: int, load: str = "", required: bool = False, **options: Any
+) -> Turn:
+    place = base / name
+    (place / "samples").mkdir(parents=True)
+    environment = {"TEST_SAMPLES": str(place / "samples"), "MCORE_CKPT_EXT_EXPLAIN": "1"}
+    if required:
+        environment["MCORE_CKPT_EXT_DATA_ORDER"] = "required"
+    more = ["--dataloader-type", "external", "--num-workers", str(workers), "--micro-batch-size", "1"]
+    more += ["--dataloader-save", str(base / "loader")]
+    run = base / load / "checkpoints" if load else None
+    return Turn(place, layout, load=run, more=more, environment=environment, **options)
+
+
 @pytest.fixture(scope="module")
 def results(base: Path) -> Results:
     """A job without interruption, the same under DP4, PP2 x DP2, and TP2 x DP2 or DP4, and two that do not fit."""
     make = [sys.executable, str(RANK_SCRIPTS / "make_webdataset.py"), str(base / "data"), str(_SAMPLES), str(_WORKERS)]
     subprocess.run(make, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(energon())})
-
-    def turn(name: str, layout: Layout, workers: int, load: str = "", required: bool = False, **options: Any) -> Turn:
-        place = base / name
-        (place / "samples").mkdir(parents=True)
-        environment = {"TEST_SAMPLES": str(place / "samples"), "MCORE_CKPT_EXT_EXPLAIN": "1"}
-        if required:
-            environment["MCORE_CKPT_EXT_DATA_ORDER"] = "required"
-        more = ["--dataloader-type", "external", "--num-workers", str(workers), "--micro-batch-size", "1"]
-        more += ["--dataloader-save", str(base / "loader")]
-        run = base / load / "checkpoints" if load else None
-        return Turn(place, layout, load=run, more=more, environment=environment, **options)
-
     turns = [
-        turn("first", _DP4, 2, saves=True, until=LAST),
-        turn("refused", _TP2, 2, load="first", required=True),
-        turn("second", _STAGES, 4, load="first", saves=True, until=_BETWEEN, newest=_BETWEEN, required=True),
-        turn("third", _TP2, 4, load="second", until=LAST, required=True),
-        turn("unchanged", _STAGES, 4, load="second", until=LAST, required=True),
-        turn("more", _DP4, 2, load="second", until=LAST, required=True),
-        turn("more, refused", _DP4, 4, load="second", required=True),
+        _turn(base, "first", _DP4, 2, saves=True, until=LAST),
+        _turn(base, "refused", _TP2, 2, load="first", required=True),
+        _turn(base, "second", _STAGES, 4, load="first", saves=True, until=_BETWEEN, newest=_BETWEEN, required=True),
+        _turn(base, "third", _TP2, 4, load="second", until=LAST, required=True),
+        _turn(base, "unchanged", _STAGES, 4, load="second", until=LAST, required=True),
+        _turn(base, "more", _DP4, 2, load="second", until=LAST, required=True),
+        _turn(base, "more, refused", _DP4, 4, load="second", required=True),
+    ]
+    return run_in_turn(base, turns, [RANK_SCRIPTS / "energon_loader.py"])
+
+
+@pytest.fixture(scope="module")
+def twice_as_many(base: Path, results: Results) -> Results:
+    """The first job under DP8, and under DP8 with too many workers."""
+    results.job("first")
+    turns = [
+        _turn(base, "DP8", _DP8, 1, load="first", until=LAST, required=True),
+        _turn(base, "DP8, refused", _DP8, 2, load="first", required=True),
     ]
     return run_in_turn(base, turns, [RANK_SCRIPTS / "energon_loader.py"])
 
@@ -94,6 +109,17 @@ def test_more_ranks_read_on_where_fewer_stopped(results: Results) -> None:
     assert len(set(read)) == len(read)
     assert set(read) == set(sum(alone, []))
     assert "of DP2 with --num-workers 4 are redistributed to DP4 with --num-workers 2" in results.job("more").output
+
+
+def test_twice_as_many_ranks_read_on_where_the_first_stopped(results: Results, twice_as_many: Results) -> None:
+    alone, rest = _batches(results, "first"), _batches(twice_as_many, "DP8")
+    assert list(map(len, rest)) == [BATCH] * (LAST - SAVED)
+    read = sum(alone[:SAVED] + rest, [])
+    assert len(set(read)) == len(read)
+    assert set(read) == set(sum(alone, []))
+    output = twice_as_many.job("DP8").output
+    assert "of DP4 with --num-workers 2 are redistributed to DP8 with --num-workers 1" in output
+    assert "hint: --num-workers 1" in twice_as_many["DP8, refused"].output
 
 
 def test_the_other_folder_of_a_job_without_stages_changes_no_order(results: Results) -> None:
@@ -145,6 +171,15 @@ def test_later_states_are_saved_where_the_user_asked(results: Results, base: Pat
     assert len(list((base / "loader" / "iter_0000006" / "mp_rank_00_000").iterdir())) == 2
     written = open_checkpoint(base / "second" / "checkpoints" / "iter_0000006").arguments
     assert written.dataloader_save == str(base / "loader")
+
+
+def test_plan_names_the_workers_of_each_layout(
+    results: Results, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.job("first")
+    for gpus, workers in ((4, 4), (8, 1)):
+        assert main(["plan", str(base / "first" / "checkpoints"), "--gpus", str(gpus)]) == 0
+        assert f"it goes on with --num-workers {workers}: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

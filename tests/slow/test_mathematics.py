@@ -6,12 +6,20 @@ for a part.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
+import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import same_training
+import torch
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer import TransformerConfig
 from megatron_on_cpu import train_only
 from same_training import FEATURES, PLUGINS, TRAINED, largest_difference
 
@@ -27,11 +35,16 @@ LAYOUTS = {
     "same": (_DP4, 1),
     "micro batch 2": (_DP4, 2),
     "TP 2": (_TP2, 1),
+    "TP 2 without sequence parallelism": (Layout(2, 1, 4), 1),
     "CP 2": (Layout(1, 1, 4, more=(CONTEXT, "2")), 1),
+    "256 rows": (Layout(1, 1, 4, vocabulary=256), 1),
+    "batch of 16": (Layout(1, 1, 4, more=("--global-batch-size", "16", "--override-opt_param-scheduler")), 1),
     "TP 2, EP 2, ETP 1": (Layout(2, 1, 4, more=(*SEQUENCE, *expert_sizes(2, 1))), 1),
 }
 """Layouts, and the samples of a micro batch."""
 CASES = {
+    ("GPT", "256 rows"): False,
+    ("GPT", "batch of 16"): False,
     ("GPT, masked losses", "micro batch 2"): False,
     ("GPT, masked losses", "CP 2"): False,
     ("GPT, masked losses, per token", "micro batch 2"): True,
@@ -45,6 +58,10 @@ CASES = {
     ("experts, capacity factor 0.5", "micro batch 2"): False,
     ("experts, seq_aux_loss", "TP 2, EP 2, ETP 1"): True,
     ("Muon, blockwise", "TP 2"): False,
+    ("gated delta nets", "micro batch 2"): True,
+    ("gated delta nets", "TP 2"): True,
+    ("gated delta nets", "TP 2 without sequence parallelism"): False,
+    ("gated delta nets", "CP 2"): True,
     ("attention sinks alone", "micro batch 2"): True,
     ("attention sinks alone", "TP 2"): False,
 }
@@ -113,6 +130,40 @@ def test_balancing_losses_per_token_are_scaled_by_the_ranks_in_earlier_releases(
     results = _train(tmp_path, OF_0_16, of_checkout=True)
     for (feature, name), is_same in OF_0_16.items():
         assert (_difference(results, feature, name) < _ROUNDING) is is_same
+
+
+def _smoothed(rank: int, ranks: int, folder: Path, results: Any) -> None:
+    """Tell the loss of each token on a rank with its rows of the vocabulary."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks)
+    logits = torch.randn(6, 1, 8, generator=torch.Generator().manual_seed(1)).chunk(ranks, dim=-1)[rank]
+    losses = [
+        vocab_parallel_cross_entropy(logits.clone(), torch.arange(6)[:, None], smoothing, torch.distributed.group.WORLD)
+        for smoothing in (0.0, 0.1)
+    ]
+    results.put((rank, [loss.flatten().tolist() for loss in losses]))
+    torch.distributed.destroy_process_group()
+
+
+def test_label_smoothing_averages_over_the_rows_of_one_rank(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    losses: dict[int, dict[int, list[list[float]]]] = {}
+    for ranks in (1, 2):
+        results = context.Queue()
+        processes = [context.Process(target=_smoothed, args=(rank, ranks, tmp_path, results)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        losses[ranks] = dict(results.get(timeout=60) for _ in processes)
+        for process in processes:
+            process.join()
+    (plain, smoothed), (first, of_first), (second, of_second) = losses[1][0], losses[2][0], losses[2][1]
+    assert first == second == pytest.approx(plain)
+    for other in (of_second, smoothed):
+        assert of_first != pytest.approx(other, rel=1e-3)
+
+
+def test_no_argument_of_megatron_smooths_labels() -> None:
+    assert "smoothing" not in inspect.getsource(importlib.import_module("megatron.training.arguments"))
+    assert not any("smoothing" in field.name for field in dataclasses.fields(TransformerConfig))
 
 
 def test_the_program_shows_what_the_tests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from same_training import FEATURES, largest_difference
+from same_training import FEATURES, PLUGINS, largest_difference
 
 from tests.harness.layouts import SEQUENCE, Layout
 from tests.harness.turns import Turn, run_in_turn
@@ -47,9 +47,10 @@ def test_training_there_and_back_is_training_in_one_go(name: str, tmp_path: Path
             turn("there", new, 2 * _EVERY, "first"),
             turn("back", old, _LAST, "there"),
         ],
+        PLUGINS,
     )
-    alone, back = (json.loads((results.job(label).folder / "losses.json").read_text()) for label in ("alone", "back"))
-    assert set(back) == {str(step) for step in range(2 * _EVERY + 1, _LAST + 1)}
+    alone, back = (results.job(label).folder / "losses.json" for label in ("alone", "back"))
+    assert set(json.loads(back.read_text())) == {str(step) for step in range(2 * _EVERY + 1, _LAST + 1)}
     difference = largest_difference(alone, back)
     assert difference < _LARGEST.get(name, _ROUNDING)
     print(name, f"{difference:.1e}")
