@@ -202,16 +202,14 @@ def _check_file(
     needed = [_Record(*record) for record in records if is_read(record[2])]
     if not needed:
         return
-    if not path.is_file():
-        keys = list(dict.fromkeys(record.key for record in needed))
-        yield error(
-            COMPLETE, str(path), f"missing; it held {counted(len(needed), 'record')}, of {join_some(keys)}", path.name
-        )
-        return
     try:
         size = reader.size(file)
     except UnreadableCheckpointError as problem:
-        yield error(COMPLETE, str(path), str(problem), path.name)
+        message = str(problem)
+        if not path.is_file():
+            keys = list(dict.fromkeys(record.key for record in needed))
+            message = f"missing; it held {counted(len(needed), 'record')}, of {join_some(keys)}"
+        yield error(COMPLETE, str(path), message, path.name)
         return
     offsets, lengths, _ = zip(*records, strict=True)
     ends = list(map(add, offsets, lengths))

@@ -31,18 +31,30 @@ def open_file(folder: Path, name: str) -> int:
         OSError: the file is missing, is a link out of the folder, or is not a regular file; `strerror` names the cause.
         StorageError: the file cannot be read, for example without permission or from a broken disk.
     """
-    with reading(folder / name):
-        real = Path(os.path.realpath(folder / name))
-        if not any(real.is_relative_to(root) for root in _roots(folder)):
-            raise RefusedFileError(errno.ELOOP, f"a link leads out of the folder, to {real}", str(folder / name))
-        _check_regular(real.stat(), folder / name)
+    path = folder / name
+    with reading(path):
+        real = path if _is_file_of_folder(path, name) else _resolved(folder, path)
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            _check_regular(os.fstat(descriptor), folder / name)
+            _check_regular(os.fstat(descriptor), path)
         except OSError:
             os.close(descriptor)
             raise
         return descriptor
+
+
+def _is_file_of_folder(path: Path, name: str) -> bool:
+    """Return True for a regular file in the folder itself, as most are: there is no link to follow."""
+    return path.name == name and stat.S_ISREG(os.lstat(path).st_mode)
+
+
+def _resolved(folder: Path, path: Path) -> Path:
+    """Return the regular file to which a path leads, through links within the folder."""
+    real = Path(os.path.realpath(path))
+    if not any(real.is_relative_to(root) for root in _roots(folder)):
+        raise RefusedFileError(errno.ELOOP, f"a link leads out of the folder, to {real}", str(path))
+    _check_regular(real.stat(), path)
+    return real
 
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
