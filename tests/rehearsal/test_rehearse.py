@@ -189,6 +189,24 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert re.search(r"cannot be opened.*__2_0\.distcp.*use another iteration", found.refusal, re.DOTALL)
 
 
+def test_the_missing_state_of_a_rank_was_not_frozen(tmp_path: Path) -> None:
+    copy = fixture_named("p08b").copy_to(tmp_path / "copy")
+    (copy.iteration / "mp_rank_00_000" / "distrib_optim.pt").unlink()
+    found = rehearsed(copy.run, "tp=2", 4)
+    assert found.refusal is not None
+    assert "tensor rank 0, pipeline rank 0" in found.refusal
+    assert "its optimizer state is missing; it had 14 parameters" in found.refusal
+
+
+def test_a_rank_that_reads_a_part_is_not_quoted(tmp_path: Path) -> None:
+    """Of two data-parallel ranks, only those that read the file refuse."""
+    copy = fixture_named("p02").copy_to(tmp_path / "copy")
+    (copy.iteration / "__0_1.distcp").unlink()
+    found = rehearsed(copy.run, "tp=2", 4)
+    assert found.refusal is not None
+    assert not found.is_verbatim
+
+
 def test_another_iteration_is_named_where_one_is_complete(tmp_path: Path) -> None:
     copy = fixture_named("p10").copy_to(tmp_path / "copy")
     newer = copy.run / "iter_0000008"
