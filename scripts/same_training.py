@@ -89,6 +89,8 @@ FEATURES = {
     "experts, z loss": f"{_EXPERTS} --moe-z-loss-coeff 1.0",
     "experts, expert bias": f"{_EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
     "experts, capacity factor 0.5": f"{_EXPERTS} --moe-expert-capacity-factor 0.5",
+    "SGD": "--optimizer sgd",
+    "Lion": "--optimizer lion",
     "Muon, duplicated": f"{_MUON} duplicated",
     "Muon, blockwise": f"{_MUON} blockwise",
     "Muon, distributed": f"{_MUON} distributed",
