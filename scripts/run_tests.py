@@ -78,8 +78,8 @@ def main(words: Sequence[str]) -> int:
                 named = beside if any(COLOSSALAI in argument for argument in arguments) else python
                 return _pytest(named, arguments).returncode
             # The main environment skips ColossalAI's tests by itself.
-            of_colossalai = executor.submit(_pytest, beside, [COLOSSALAI], stdout=subprocess.PIPE)
             daily = () if requested.nightly else DAILY
+            of_colossalai = executor.submit(_pytest, beside, [COLOSSALAI, *daily], stdout=subprocess.PIPE)
             statuses = [_pytest(python, [*IN_TURN, *daily]).returncode, of_colossalai.result().returncode]
             print(of_colossalai.result().stdout, end="", flush=True)
             return next((status for status in statuses if status), 0)
