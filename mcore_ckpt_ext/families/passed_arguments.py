@@ -11,6 +11,7 @@ from mcore_ckpt_ext.families.forward_pass import classified
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, format_untrusted, invalid_values
+from mcore_ckpt_ext.storage.enum_members import as_passed
 
 
 def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
@@ -68,18 +69,12 @@ def with_passed(stored: JobArguments, passed: Mapping[str, Any], where: str | No
 
 def replaced_values(stored: JobArguments, passed: Mapping[str, Any]) -> tuple[str, ...]:
     """Describe the arguments that a user passes although the checkpoint stores another value."""
+    stored_values = {name: as_passed(stored.raw[name]) for name in sorted(_contradicting(stored, passed))}
     return tuple(
-        f"{name} is {format_value(passed[name])}, as passed; the checkpoint stores {format_value(stored.raw[name])}"
-        for name in sorted(_contradicting(stored, passed))
+        f"{name} is {format_value(passed[name])}, as passed; the checkpoint stores {format_value(value)}"
+        for name, value in stored_values.items()
     )
 
 
 def _contradicting(stored: JobArguments, passed: Mapping[str, Any]) -> set[str]:
-    return {name for name in passed if stored.is_set(name) and _plain(passed[name]) != _plain(stored.raw[name])}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: Megatron stores dtypes and some choices as objects."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return {name for name in passed if stored.is_set(name) and as_passed(passed[name]) != as_passed(stored.raw[name])}

@@ -16,6 +16,7 @@ from functools import cached_property
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, fraction_of, number_of
 from mcore_ckpt_ext.layout_choice.options import Recomputation
+from mcore_ckpt_ext.storage.enum_members import as_passed
 
 _DEFAULT_DROPOUT = 0.1
 _MOST_UNBALANCED = 2.0
@@ -117,7 +118,7 @@ def _stores_scores(job: JobArguments) -> bool:
     (`DotProductAttention.__init__`, transformer_engine/pytorch/attention). The local spec always stores the scores
     (megatron/core/transformer/dot_product_attention.py).
     """
-    backend = str(job.raw.get("attention_backend") or "auto").rpartition(".")[2]
+    backend = str(as_passed(job.raw.get("attention_backend"))).rpartition(".")[2]
     return job.transformer_impl == "local" or backend in ("unfused", "local")
 
 

@@ -50,6 +50,15 @@ def test_a_conversion_says_which_stored_value_it_does_not_use(
     assert "swiglu is" not in shown.out + shown.err
 
 
+def test_a_member_of_an_enumeration_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint stores its class and its number, of which the job's `--attention-backend unfused` is the name."""
+    words = ["plan", str(fixture_named("p02").run), "--gpus", "4", "--argument"]
+    assert main([*words, "attention_backend=unfused"]) == 0
+    assert "note: attention_backend" not in capsys.readouterr().out
+    assert main([*words, "attention_backend=flash"]) == 0
+    assert "attention_backend is flash, as passed; the checkpoint stores unfused" in capsys.readouterr().out
+
+
 def test_values_are_compared_as_megatron_stores_them() -> None:
     stored = JobArguments.of({"moe_layer_freq": (1, 0), "params_dtype": dtype_named("bfloat16"), "num_experts": None})
     passed = {"moe_layer_freq": [1, 0], "params_dtype": str(dtype_named("bfloat16")), "seq_length": 8}

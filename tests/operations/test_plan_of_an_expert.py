@@ -27,6 +27,14 @@ def best_of(gpus: int, **more: Any) -> FoundLayout:
     return found_for(gpus, **more).found[0]
 
 
+def test_the_stored_backend_of_attention_decides_what_is_kept() -> None:
+    """A checkpoint stores `--attention-backend unfused` as a member of an enumeration."""
+    run, arguments = fixture_named("p02").run, {"seq_length": 4096, "transformer_impl": "transformer_engine"}
+    backends: tuple[dict[str, str], ...] = ({}, {"attention_backend": "flash"})
+    unfused, flash = (plan(run, 8, arguments={**arguments, **backend}).layouts[0].memory for backend in backends)
+    assert unfused.activations > 50 * flash.activations
+
+
 def test_the_old_layout_comes_first_in_the_old_flags() -> None:
     """For the GPUs of the old job, with the division of the layers that the job had."""
     layout = {"pipeline_model_parallel_size": 3, "data_parallel_size": 2, "world_size": 6}
