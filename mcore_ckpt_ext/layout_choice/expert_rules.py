@@ -23,7 +23,10 @@ def undivided_experts(experts: int | None, ranks: int) -> str | None:
 
 
 def check_expert_biases(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: experts with biases are not split (core_v0.12.0 to 0.19.2)."""
+    """`TransformerConfig.__post_init__`: experts with biases are not split (core_v0.15.0 to 0.19.2).
+
+    Earlier releases do not check it; the rule holds for them, too.
+    """
     job = choice.job
     ranks = choice.layout.expert_tensor
     if ranks == 1 or not (job.num_experts and job.add_bias_linear):

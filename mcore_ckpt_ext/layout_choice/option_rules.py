@@ -49,7 +49,7 @@ def check_options(choice: Choice) -> str | None:
     for rule in OPTION_RULES:
         if raw.get(rule.argument) is True and not rule.allows(layout):
             return f"--{rule.argument.replace('_', '-')} needs {rule.needs}"
-    return _hierarchical(choice) or _bias(choice) or _sparse_attention(choice)
+    return _hierarchical(choice) or _sparse_attention(choice)
 
 
 def _hierarchical(choice: Choice) -> str | None:
@@ -60,17 +60,6 @@ def _hierarchical(choice: Choice) -> str | None:
     if prod(sizes) == choice.layout.context:
         return None
     return f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} is not CP {choice.layout.context}"
-
-
-def _bias(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: experts with biases are not divided.
-
-    core_v0.15.0 to 0.19.2; earlier releases do not check it.
-    """
-    job = choice.job
-    if not job.num_experts or job.raw.get("add_bias_linear") is not True or choice.layout.expert_tensor == 1:
-        return None
-    return "experts with biases need --expert-tensor-parallel-size 1"
 
 
 def _sparse_attention(choice: Choice) -> str | None:

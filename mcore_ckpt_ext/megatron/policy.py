@@ -36,6 +36,12 @@ from mcore_ckpt_ext.megatron.param_group_compat import (
     lacks_live_group,
     overrides_own_bounds,
 )
+from mcore_ckpt_ext.optimizers.stock_failures import (
+    CPU_OFFLOADING,
+    REMAINDERS_AS_FP32,
+    SETTINGS_OF_FUSED_ADAM,
+    SHIFTED_PARAMETERS,
+)
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 
 WITHOUT_RANDOM_STATES = "without the random states, some of which it would not find"
@@ -251,9 +257,7 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: any(is_sgd(child.optimizer) for child, _ in facts.chain.whole),
     ),
     Check(
-        "CPU offloading",
-        "it gives the part on the CPU the step of dummy_step, which is 1",
-        f"HybridDeviceOptimizer; load_state_dict, {_OPTIMIZER}, 0.16.1 to 0.19.2",
+        *CPU_OFFLOADING,
         lambda facts: _any(is_offloaded, facts),
     ),
     Check(
@@ -270,9 +274,7 @@ CHECKS: tuple[Check, ...] = (
         does_not=TAKES_STEPS_OF_PRECISION_AWARE,
     ),
     Check(
-        "remainders as fp32",
-        "FusedAdam refuses remainders that are stored as fp32 masters",
-        "transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2; Megatron to 0.19.2",
+        *REMAINDERS_AS_FP32,
         lambda facts: not _is_in_place(facts) and _any(keeps_remainders, facts),
     ),
     Check(
@@ -294,9 +296,7 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: not stock_can_load(facts.optimizer_format, facts.is_moved, facts.version),
     ),
     Check(
-        "shifted parameters",
-        "it loads the masters of other parameters, because it wrote them shifted",
-        f"sharded_param_state_fully_reshardable, {_OPTIMIZER}, 0.15.0 to 0.19.2",
+        *SHIFTED_PARAMETERS,
         lambda facts: facts.is_shifted(),
         loops=(Loop.CORE,),
     ),
@@ -330,9 +330,7 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: facts.is_before_first_step(),
     ),
     Check(
-        "settings of fused Adam",
-        "it replaces the live parameter groups by stored ones without bias_correction, and the first step fails",
-        f"load_state_dict, {_OPTIMIZER}, 0.16.1 to 0.19.2; step, transformer_engine/pytorch/optimizers/fused_adam.py",
+        *SETTINGS_OF_FUSED_ADAM,
         lambda facts: lacks_bias_correction(facts.stored_groups(), facts.chain),
         loops=_ALL,
     ),

@@ -7,7 +7,7 @@ leave a range. Sources: megatron/core/dist_checkpointing and megatron/training/c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import CheckpointError, PackingError
@@ -22,6 +22,8 @@ from mcore_ckpt_ext.job.releases import (
     releases_by_arguments,
 )
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.optimizers import stock_failures
+from mcore_ckpt_ext.optimizers.stock_failures import StockFailure
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
 
@@ -252,18 +254,17 @@ def stock_resumes(checkpoint: CheckpointView, placement_changed: bool, version: 
         and not (loading.by_rank and placement_changed)
         and not _lacks_natural_shapes(checkpoint)
         and stock_can_load(checkpoint.optimizer_format, is_moved, version)
-        and not _is_offloaded(checkpoint)
-        and not _is_of_torch_adam(checkpoint)
-        and not _is_shifted(checkpoint)
-        and not _stores_remainders_as_masters(checkpoint)
+        and stock_failure(checkpoint) is None
     )
 
 
-def _is_offloaded(checkpoint: CheckpointView) -> bool:
-    """Return whether a distributed optimizer runs on the CPU, in part.
+def stock_failure(checkpoint: CheckpointView) -> StockFailure | None:
+    """Return how stock Megatron fails with the stored state under every layout; None if it does not."""
+    return next((failure for failure, applies in _FAILURES if applies(checkpoint)), None)
 
-    See "CPU offloading" of `megatron/policy.py`.
-    """
+
+def _is_offloaded(checkpoint: CheckpointView) -> bool:
+    """Return whether a distributed optimizer runs on the CPU, in part."""
     arguments = checkpoint.arguments
     return bool(arguments.use_distributed_optimizer and arguments.optimizer_cpu_offload)
 
@@ -271,8 +272,7 @@ def _is_offloaded(checkpoint: CheckpointView) -> bool:
 def _is_of_torch_adam(checkpoint: CheckpointView) -> bool:
     """Return whether torch's Adam wrote the groups of a distributed optimizer.
 
-    A job with fused Adam lacks a setting of them, and one with torch's Adam asserts that there was a step: see
-    "settings of fused Adam" and "torch's Adam" of `megatron/policy.py`.
+    A job with torch's Adam fails otherwise: it asserts that there was a step ("torch's Adam" of `megatron/policy.py`).
     """
     if not checkpoint.arguments.use_distributed_optimizer or not checkpoint.optimizer_format:
         return False
@@ -284,11 +284,7 @@ def _is_of_torch_adam(checkpoint: CheckpointView) -> bool:
 
 
 def _stores_remainders_as_masters(checkpoint: CheckpointView) -> bool:
-    """Return whether remainders of masters are stored in fp32, which FusedAdam refuses.
-
-    Source: `fully_reshardable` writes them so (see `numbers_of_remainders`); the check "remainders as fp32" of
-    `megatron/policy.py` says the same of a job.
-    """
+    """Return whether `fully_reshardable` stores remainders of masters in fp32 (`numbers_of_remainders`)."""
     encodings = encodings_named(checkpoint.optimizer_format)
     if not any(encoding.stores_remainders_in_fp32 for encoding in encodings):
         return False
@@ -311,6 +307,14 @@ def _is_shifted(checkpoint: CheckpointView) -> bool:
         return False
 
 
+_FAILURES: tuple[tuple[StockFailure, Callable[[CheckpointView], bool]], ...] = (
+    (stock_failures.CPU_OFFLOADING, _is_offloaded),
+    (stock_failures.SETTINGS_OF_FUSED_ADAM, _is_of_torch_adam),
+    (stock_failures.SHIFTED_PARAMETERS, _is_shifted),
+    (stock_failures.REMAINDERS_AS_FP32, _stores_remainders_as_masters),
+)
+
+
 def _lacks_natural_shapes(checkpoint: CheckpointView) -> bool:
     """Return whether torch wrote the index without the natural shapes of reshaped optimizer state.
 
@@ -327,8 +331,8 @@ def _stock_note(checkpoint: CheckpointView) -> str:
         return "it holds no optimizer"
     if _lacks_natural_shapes(checkpoint):
         return "its index lacks the natural shapes of the optimizer state, as torch 2.9 to 2.11 write it"
-    if _is_shifted(checkpoint):
-        return "Megatron wrote its masters shifted, and stock loads them so"
+    if failure := stock_failure(checkpoint):
+        return failure.consequence
     # A conversion does not repeat errors that Megatron may have made when it saved.
     intact = bool(_written_for(checkpoint))
     encodings = encodings_named(checkpoint.optimizer_format)

@@ -94,6 +94,8 @@ def test_other_options_exclude_layouts() -> None:
     contexts = {one.choice.layout.context for one in found_for(8, hierarchical_context_parallel_sizes=[2, 2]).found}
     assert contexts == {4}
     experts = {"num_experts": 8, "moe_ffn_hidden_size": 8, "add_bias_linear": True, "expert_tensor_parallel_size": 1}
-    assert {one.choice.layout.expert_tensor for one in found_for(8, **experts).found} == {1}
+    biased = found_for(8, **experts)
+    assert {one.choice.layout.expert_tensor for one in biased.found} == {1}
+    assert biased.excluded["biases of experts"] and "options of the job" not in biased.excluded
     sparse = found_for(8, experimental_attention_variant="dsa", cp_comm_type=["p2p"]).found
     assert {one.choice.layout.context for one in sparse} == {1}

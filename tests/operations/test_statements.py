@@ -11,9 +11,12 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.megatron.policy import CHECKS
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.inspection_result import Inspection
 from mcore_ckpt_ext.operations.layout_plan import plan
+from mcore_ckpt_ext.optimizers import stock_failures
+from mcore_ckpt_ext.optimizers.stock_failures import StockFailure
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import CORRUPTED, FIXTURES, Fixture, fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
@@ -170,3 +173,20 @@ def test_in_words_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert out.count("none recorded") == 2, "layout and iteration"
     for word in ("TP1", "evidence", "training", "transformer_engine"):
         assert word not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("p11", stock_failures.SHIFTED_PARAMETERS),
+        ("p12", stock_failures.SETTINGS_OF_FUSED_ADAM),
+        ("p45", stock_failures.CPU_OFFLOADING),
+        ("p47b", stock_failures.REMAINDERS_AS_FP32),
+    ],
+)
+def test_what_stock_megatron_does_is_what_a_job_explains(name: str, failure: StockFailure) -> None:
+    """`inspect` names the row that the decision of a load names."""
+    stock, *_ = inspect(fixture_named(name).run).resumptions
+    assert (stock.who, stock.versions, stock.note) == ("stock Megatron", "none", failure.consequence)
+    assert failure.name in [check.name for check in CHECKS]
+    assert not any(planned.stock_resumes for planned in plan(fixture_named(name).run, 4).layouts)
