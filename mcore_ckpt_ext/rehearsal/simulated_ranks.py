@@ -17,6 +17,7 @@ from mcore_ckpt_ext.megatron.decision_facts import RunningJob
 from mcore_ckpt_ext.megatron.live.job import RankSummary
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
+from mcore_ckpt_ext.megatron.live.planning import PLAN
 from mcore_ckpt_ext.megatron.live.resume import Resume
 from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess
 from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
@@ -143,7 +144,8 @@ class SimulatedRanks:
         """
         checkpoint = load.session.checkpoint
         running = self._running
-        groups = self.groups(checkpoint)
+        # Live optimizers have groups of their own; a job reads those of the checkpoint when it plans.
+        groups = SimulatedCommunicator(self._size).agree(lambda: self.groups(checkpoint), PLAN.name)[0]
         has_state = checkpoint.optimizer_format is not None
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
         chain = simulated_chain(

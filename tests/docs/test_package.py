@@ -27,7 +27,16 @@ BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sy
 IGNORED = shutil.ignore_patterns(
     ".git", ".venv*", "*cache*", ".hypothesis", "*.egg-info", "build", "dist", "demo", "__pycache__"
 )
-PAGES = ("page.html", "style.css", "shared.js", "inspection.js", "comparison.js", "plan.js", "verification.js")
+PAGES = (
+    "page.html",
+    "style.css",
+    "shared.js",
+    "inspection.js",
+    "comparison.js",
+    "plan.js",
+    "rehearsal.js",
+    "verification.js",
+)
 SCHEMAS = tuple(f"{command}.json" for command in COMMANDS)
 OTHER_THAN_CODE = {
     "mcore_ckpt_ext/py.typed",
