@@ -111,6 +111,10 @@ class StorageError(CheckpointError):
     """A disk, a file system or a store does not let a file be read; nothing is said of its content."""
 
 
+class LostProcessError(CheckpointError):
+    """Another process that shares the command has ended; nothing is known of what both looked at."""
+
+
 class UsageError(CheckpointError):
     """An option is invalid: by itself, combined with the others, or for this checkpoint."""
 

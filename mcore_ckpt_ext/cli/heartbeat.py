@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Protocol, TypeVar
 
-from mcore_ckpt_ext.errors import CheckpointError, format_error
+from mcore_ckpt_ext.errors import LostProcessError, format_error
 from mcore_ckpt_ext.settings import HEARTBEAT_TIMEOUT
 
 Result = TypeVar("Result")
@@ -112,7 +112,7 @@ class Heartbeat:
         """Announce the end of this process to the others.
 
         Raises:
-            CheckpointError: another process was lost.
+            LostProcessError: another process was lost.
         """
         with self._lock:
             self._is_leaving = True
@@ -127,14 +127,14 @@ class Heartbeat:
                 atexit.register(self._wait_for_reports)
         self._left.set()
         if self._problem is not None and (error is None or was_interrupted):
-            raise CheckpointError(self._problem, hint=_HINT) from None
+            raise LostProcessError(self._problem, hint=_HINT) from None
 
     def wait(self, exchange: Callable[[], Result]) -> Result:
         """Wait for the result of an exchange with the other processes, without a time limit.
 
         Raises:
             KeyboardInterrupt: this process was interrupted; the others do not wait for its cleanup.
-            CheckpointError: the process that hosts the store has ended.
+            LostProcessError: the process that hosts the store has ended.
         """
         if self._is_interrupted:
             raise KeyboardInterrupt
@@ -148,9 +148,9 @@ class Heartbeat:
         """True if this process has announced its end, so that waiting for the others may stop."""
         return self._left.is_set()
 
-    def _store_is_gone(self, error: Exception) -> CheckpointError:
+    def _store_is_gone(self, error: Exception) -> LostProcessError:
         reason = next(iter(str(error).splitlines()), "")
-        return CheckpointError(f"{self._name_of_holder()} has ended", found=reason, hint=_HINT)
+        return LostProcessError(f"{self._name_of_holder()} has ended", found=reason, hint=_HINT)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._is_interrupted = True

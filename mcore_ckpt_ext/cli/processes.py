@@ -14,7 +14,7 @@ from mcore_ckpt_ext.cli.heartbeat import Heartbeat, Store
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.cli.ranks import STARTED_BY_TORCHRUN, variables_of_srun
 from mcore_ckpt_ext.communicator import Communicator, SingleProcess
-from mcore_ckpt_ext.errors import CheckpointError, UsageError, format_error
+from mcore_ckpt_ext.errors import CheckpointError, LostProcessError, UsageError, format_error
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -140,7 +140,7 @@ class ConnectedProcesses:
             raise error
         for rank, (_, reason) in enumerate(outcomes):
             if reason is not None:
-                raise CheckpointError(f"process {rank} failed, so all stop: {reason}")
+                raise LostProcessError(f"process {rank} failed, so all stop: {reason}")
         return [result for result, _ in outcomes]  # type: ignore[misc]  # none failed
 
     def gather(self, item: Item) -> list[Item]:

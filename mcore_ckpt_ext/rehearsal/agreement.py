@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED, reason_of, refusal
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, StorageError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    LostProcessError,
+    ResumeRefusedError,
+    StorageError,
+    UnreadableCheckpointError,
+)
 
 Result = TypeVar("Result")
 
@@ -57,7 +63,7 @@ class SimulatedCommunicator:
             return self.gather(work())
         except self.beyond_rehearsal:
             raise
-        except StorageError:  # nothing is known about what the ranks would do
+        except (StorageError, LostProcessError):  # nothing is known about what the ranks would do
             raise
         except ResumeRefusedError as error:
             raise RefusedError(error) from error
@@ -82,7 +88,7 @@ def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbati
     def error_of(rank: int) -> CheckpointError | None:
         try:
             work(rank)
-        except StorageError:
+        except (StorageError, LostProcessError):
             raise
         except CheckpointError as error:
             return error

@@ -41,6 +41,7 @@ _IN_GENERAL = {
     "ResumeRefusedError": "Nothing was changed. The message has the reasons of all ranks: look for them on this page.",
     "SaveFailedError": "Earlier checkpoints are untouched. Look at the disk (full, quota, rights), and start again.",
     "StorageError": "Try again when the disk or the store answers. Nothing is known about the content.",
+    "LostProcessError": "Start all processes again, a conversion with `--resume`. Nothing is known about the content.",
     "UsageError": "See `mcore-ckpt COMMAND --help`, or the reference of the Python API.",
     "DestinationError": "Nothing was published. Choose another folder, or free what the message names.",
 }
