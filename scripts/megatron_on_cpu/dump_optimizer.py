@@ -37,7 +37,7 @@ MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
 
 _STATE_NAMES = ("fp32_param", *MOMENTS)
 # Also layers of multi-token prediction, which have other names in checkpoints.
-_LAYER = re.compile(r"(?:\w+\.)*?(?:decoder|encoder)\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
+_LAYER = re.compile(r"(?:\w+\.)*?(?:decoder|encoder)\.layers\.\d+|mtp\.layers\.\d+\.(?:mtp_model|transformer)_layer")
 _LOCAL_EXPERT = re.compile(r"(?P<before>.*\.experts\.)local_experts\.(?P<number>\d+)\.(?P<rest>.*)")
 # Transformer Engine's grouped linear layers number the parameters of their experts.
 _GROUPED_EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<rest>linear_fc\d\.(?:weight|bias))(?P<number>\d+)")
