@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -14,8 +14,11 @@ from mcore_ckpt_ext.errors import (
     StorageError,
     UnreadableCheckpointError,
 )
+from mcore_ckpt_ext.job.dimensions import with_defaults
 
 Result = TypeVar("Result")
+# Errors that say nothing about the checkpoint, and so nothing about what the ranks of a job would do.
+_OF_THIS_RUN = (StorageError, LostProcessError)
 
 
 class RefusedError(Exception):
@@ -63,13 +66,26 @@ class SimulatedCommunicator:
             return self.gather(work())
         except self.beyond_rehearsal:
             raise
-        except (StorageError, LostProcessError):  # nothing is known about what the ranks would do
+        except _OF_THIS_RUN:
             raise
         except ResumeRefusedError as error:
             raise RefusedError(error) from error
         except CheckpointError as error:
             error_of_all = refusal(phase, dict.fromkeys(range(self.size), reason_of(error)), consequence)
             raise RefusedError(error_of_all, is_verbatim=self.is_verbatim) from error
+
+
+def all_read_alike(ranks: int, sizes: Mapping[str, int]) -> bool:
+    """Return whether every rank of a job recovers the packing of the same buffers, and so has the same errors.
+
+    A rank needs those of its parameters: all of them, unless it has a stage, a data-parallel share, or some experts.
+
+    Args:
+        ranks: the number of ranks.
+        sizes: the size of each dimension, by its name in `ParallelLayout`.
+    """
+    complete = with_defaults({**sizes})
+    return ranks == complete["tensor"] == complete["expert_tensor"] and complete["expert"] == 1
 
 
 def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbatim: bool = True) -> None:
@@ -88,7 +104,7 @@ def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbati
     def error_of(rank: int) -> CheckpointError | None:
         try:
             work(rank)
-        except (StorageError, LostProcessError):
+        except _OF_THIS_RUN:
             raise
         except CheckpointError as error:
             return error

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike
 from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from mcore_ckpt_ext.rehearsal.scheduler import SimulatedScheduler
@@ -135,10 +135,8 @@ class _Rehearsing:
             old_layout=str(ParallelLayout.from_arguments(written)),
             replaced=replaced_values(checkpoint.arguments, request.arguments),
         )
-        # The table of its parameters needs the packing of the buffers. Ranks of a job recover it when they plan, each
-        # for what it reads, which is all only without pipeline and data parallelism.
-        reads_all = request.gpus == request.sizes.get("tensor", 1)
-        job = replace(communicator, is_verbatim=reads_all).agree(
+        # The table of its parameters needs the packing of the buffers, which ranks of a job recover when they plan.
+        job = replace(communicator, is_verbatim=all_read_alike(request.gpus, request.sizes)).agree(
             lambda: target_job(checkpoint, written, request.gpus, request.sizes, request.version, request.changes),
             "planning the resume",
         )[0]

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.megatron.local_checkpoints import LOCAL
 from mcore_ckpt_ext.megatron.presentation import must_be_presented
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.operations.coverage import check_stored_groups
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, by_rank
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike, by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.groups import simulated_groups
 from mcore_ckpt_ext.rehearsal.optimizers import simulated_chain
@@ -198,10 +198,8 @@ class SimulatedRanks:
         # What a rank lacks entirely was not frozen there, as parameters without state are taken to be.
         check = partial(check_stored_groups, resume.checkpoint)
         SimulatedCommunicator(self._size, is_verbatim=False).agree(check, self._phase)
-        # Each rank recovers the packing of the buffers that it needs; a rank that holds the whole optimizer needs all.
-        copies = job.layout.pipeline * job.layout.data * job.layout.context
-        needs_all = copies == 1 and not job.models.has_expert_optimizer
-        SimulatedCommunicator(self._size, is_verbatim=needs_all).agree(lambda: job.trained, self._phase)
+        is_verbatim = all_read_alike(self._size, job.layout.model_sizes())
+        SimulatedCommunicator(self._size, is_verbatim=is_verbatim).agree(lambda: job.trained, self._phase)
         groups = SimulatedCommunicator(self._size).agree(lambda: self.groups(resume.checkpoint), self._phase)[0]
         ranks = DataParallelRanks(job, resume.checkpoint, self._version)
         self.shares = Shares(job, resume, groups, ranks, self._team)
