@@ -76,9 +76,10 @@ class SimulatedCommunicator:
 
 
 def all_read_alike(ranks: int, sizes: Mapping[str, int]) -> bool:
-    """Return whether every rank of a job recovers the packing of the same buffers, and so has the same errors.
+    """Return whether every rank of a job reads all of the optimizer, and so has the same errors.
 
-    A rank needs those of its parameters: all of them, unless it has a stage, a data-parallel share, or some experts.
+    A rank recovers the packing of the buffers with its parameters: of all, unless it has a stage, a data-parallel
+    share, or some experts.
 
     Args:
         ranks: the number of ranks.

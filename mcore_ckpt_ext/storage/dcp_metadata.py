@@ -162,9 +162,6 @@ def _array(key: str, entry: Any, places: Places, table: ChunkTable) -> StoredArr
     if not _are_texts(files):
         raise TypeError(f"the names of the files of {key} are not all text")
     lengths = [whole_number(record.length, "a length") for record in records]
-    for numel, length in zip(map(prod, sizes), lengths, strict=True):
-        if numel * ITEM_SIZE[dtype] > length:
-            raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
     begins = map(attrgetter("offset"), records)
     try:
         chunks = table.extend(dtype, len(shape), files, begins, lengths, offsets, sizes)
@@ -176,6 +173,10 @@ def _array(key: str, entry: Any, places: Places, table: ChunkTable) -> StoredArr
         stops = map(add, begins_on_axis, sizes_on_axis)
         if chunks and (min(begins_on_axis) < 0 or min(sizes_on_axis) < 0 or max(stops) > end):
             raise ValueError(f"a chunk of {key} lies outside of the array, which has shape {format_value(shape)}")
+    # Only now are the sizes small enough to be multiplied.
+    for (_, numel), length in zip(array.places(), lengths, strict=True):
+        if numel * ITEM_SIZE[dtype] > length:
+            raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
     return array
 
 
