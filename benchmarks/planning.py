@@ -196,7 +196,7 @@ def made_folder(folder: Path, name: str, ranks: int) -> Path:
     """Return the folder of a case's checkpoint, which is made if it is not there."""
     made = folder / f"{name}_{ranks}".replace(" ", "_")
     if not made.exists():
-        synthetic.make_empty(made, CASES[name](ranks).written, 1 << 36, plans=True)
+        synthetic.make_empty(made, CASES[name](ranks).written, 1 << 28, plans=True)
     return made
 
 

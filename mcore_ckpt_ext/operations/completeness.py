@@ -33,9 +33,10 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
     no_checkpoint,
     read_tracker,
 )
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, check_plans
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, FolderIndex, check_plans
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.paths import entry_names
 
 # Files that a folder of unrecognized format lacks: it is an unfinished save of `torch_dist`.
 _OF_UNFINISHED = (CONFIG_FILE, METADATA_FILE)
@@ -165,12 +166,13 @@ def check_index(
     findings = []
     failed = set()
     for file, records in sorted(by_file.items()):
-        findings_of_file = list(_check_file(reader, file, sorted(records), is_read))
-        findings += findings_of_file
-        failed |= {file} if findings_of_file else set()
+        records.sort()
+        if not _is_intact(reader, file, records) and (damage := list(_damage(reader, file, records, is_read))):
+            findings += damage
+            failed.add(file)
     folder = reader.folder
     findings += _check_objects(str(folder), filter(is_read, index.objects))
-    unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
+    unknown = sorted(name for name in entry_names(folder) if name.endswith(RECORDS_SUFFIX) and name not in by_file)
     if unknown:
         findings.append(warning(COMPLETE, str(folder), f"files that are not in the index: {join_some(unknown)}"))
     return findings, failed, len(by_file)
@@ -194,10 +196,21 @@ def _check_objects(where: str, keys: Iterable[str]) -> Iterator[Finding]:
             yield error(COMPLETE, where, f"{key} has {counted(len(offsets), 'shard')} of {prod(sizes):,}")
 
 
-def _check_file(
+def _is_intact(reader: FolderReader, file: str, records: Sequence[tuple[int, int, str]]) -> bool:
+    """Return whether a file has all of its records, which are in their order in it: offset, length, key."""
+    try:
+        size = reader.size(file)
+    except UnreadableCheckpointError:
+        return False
+    offsets, lengths, _ = zip(*records, strict=True)
+    ends = list(map(add, offsets, lengths))
+    return min(offsets[0], *lengths) >= 0 and ends[-1] <= size and not any(map(lt, offsets[1:], ends))
+
+
+def _damage(
     reader: FolderReader, file: str, records: Sequence[tuple[int, int, str]], is_read: Callable[[str], bool]
 ) -> Iterator[Finding]:
-    """Check the records of a file, in their order in it: offset, length, key."""
+    """Yield what is wrong with the records of a file that are read."""
     path = reader.folder / file
     needed = [_Record(*record) for record in records if is_read(record[2])]
     if not needed:
@@ -211,10 +224,6 @@ def _check_file(
             message = f"missing; it held {counted(len(needed), 'record')}, of {join_some(keys)}"
         yield error(COMPLETE, str(path), message, path.name)
         return
-    offsets, lengths, _ = zip(*records, strict=True)
-    ends = list(map(add, offsets, lengths))
-    if min(offsets[0], *lengths) >= 0 and ends[-1] <= size and not any(map(lt, offsets[1:], ends)):
-        return  # as in an intact file
     cut = [r for r in needed if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
     if cut:
         keys = list(dict.fromkeys(record.key for record in cut))

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some
 from mcore_ckpt_ext.job.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.checked_files import read_start
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
-from mcore_ckpt_ext.storage.paths import is_remote
+from mcore_ckpt_ext.storage.paths import entry_names, is_remote
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
@@ -112,15 +112,15 @@ def iteration_name(number: int) -> str:
     return f"iter_{number:07d}"
 
 
-def iteration_number(folder: Path) -> int | None:
+def iteration_number(folder: Path | str) -> int | None:
     """Return the iteration number in a folder's name; None if it is not that of an iteration folder."""
-    match = _ITERATION.fullmatch(folder.name)
+    match = _ITERATION.fullmatch(folder if isinstance(folder, str) else folder.name)
     return int(match[1]) if match else None
 
 
 def iteration_folders(run: Path) -> dict[int, Path]:
     """Return the iteration folders of a run folder by number, the newest first."""
-    folders = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
+    folders = {number: run / name for name in entry_names(run) if (number := iteration_number(name)) is not None}
     return dict(sorted(folders.items(), reverse=True))
 
 

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import open_file
@@ -172,25 +172,24 @@ class FolderReader:
             return self._descriptors[file]
 
     def _open(self, file: str) -> _Descriptor:
-        path = checked_name(file, self.folder)
+        name = checked_name(file, self.folder)
         try:
-            return _Descriptor(self.folder, str(path))
+            return _Descriptor(self.folder, name)
         except OSError as error:
-            raise unreadable_file("a file of the checkpoint cannot be opened", error, self.folder / path) from error
+            raise unreadable_file("a file of the checkpoint cannot be opened", error, self.folder / name) from error
 
 
-def checked_name(file: str, folder: Path) -> PurePosixPath:
+def checked_name(file: str, folder: Path) -> str:
     """Check the relative path of a file of a checkpoint, and return it.
 
     Raises:
         UnreadableCheckpointError: the path leads out of the checkpoint's folder.
     """
-    path = PurePosixPath(file)
-    if path.is_absolute() or ".." in path.parts:
+    if file.startswith("/") or "\0" in file or ".." in file.split("/"):
         raise UnreadableCheckpointError(
             "the checkpoint's metadata points outside of its own folder", found=file, where=str(folder)
         )
-    return path
+    return file
 
 
 class Window:
