@@ -70,15 +70,15 @@ def host_buffer(nbytes: int) -> torch.Tensor:
     Pinned memory is limited, and a job without it is slower but not wrong. If the system refuses it, the result is
     ordinary memory.
     """
-    return _on_host(partial(torch.empty, nbytes, dtype=torch.uint8))
+    return _allocate_on_host(partial(torch.empty, nbytes, dtype=torch.uint8))
 
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor on the CPU like another tensor, pinned as in `host_buffer`."""
-    return _on_host(partial(torch.empty_like, like))
+    return _allocate_on_host(partial(torch.empty_like, like))
 
 
-def _on_host(allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _allocate_on_host(allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
     if pins_memory():
         with suppress(RuntimeError):
             return allocate(device=_CPU, pin_memory=True)

@@ -29,14 +29,14 @@ COUNTABLE = re.compile(
 )
 MOST_LINES, MOST_PARAMETERS, MOST_LINES_OF_A_FILE = 60, 7, 350
 LIMITS = {
-    "functions with a local name that says nothing": 78,
-    "functions named by a preposition": 139,
+    "functions with a local name that says nothing": 77,
+    "functions named by a preposition": 60,
     "tuple assignments of unrelated values": 64,
     "lines exempt from the formatter": 51,
     "functions with more than seven parameters": 15,
     "functions of more than sixty lines": 7,
     "files of more than 350 lines": 0,
-    "numbers before a plural without errors.counted": 38,
+    "numbers before a plural without errors.counted": 37,
 }
 
 

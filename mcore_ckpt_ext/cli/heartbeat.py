@@ -43,7 +43,7 @@ class Store(Protocol):
         """Delete a value."""
 
 
-def _in_thread(work: Callable[[], Result]) -> Future[Result]:
+def _run_in_thread(work: Callable[[], Result]) -> Future[Result]:
     """Run a function in a daemon thread.
 
     A store call blocks while the process that hosts the store is stopped, and no signal interrupts it.
@@ -102,7 +102,7 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         """Start sending heartbeats and checking the other processes."""
-        signal.signal(signal.SIGINT, self._on_interrupt)
+        signal.signal(signal.SIGINT, self._handle_interrupt)
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
@@ -122,7 +122,7 @@ class Heartbeat:
         last_words = self._problem or (f"{self.names[self._rank]} has ended: {reason}" if reason else "")
         if self._has_store:
             with suppress(RuntimeError, TimeoutError):  # the store may be gone
-                _in_thread(lambda: self._leave(last_words)).result(2 * HEARTBEAT_TIMEOUT.value)
+                _run_in_thread(lambda: self._leave(last_words)).result(2 * HEARTBEAT_TIMEOUT.value)
             if last_words:
                 atexit.register(self._wait_for_reports)
         self._left.set()
@@ -139,7 +139,7 @@ class Heartbeat:
         if self._is_interrupted:
             raise KeyboardInterrupt
         try:
-            return _in_thread(exchange).result()
+            return _run_in_thread(exchange).result()
         except RuntimeError as error:
             raise self._store_is_gone(error) from error
 
@@ -152,7 +152,7 @@ class Heartbeat:
         reason = next(iter(str(error).splitlines()), "")
         return LostProcessError(f"{self._name_of_holder()} has ended", found=reason, hint=_HINT)
 
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._is_interrupted = True
         if self._problem is not None:
             raise KeyboardInterrupt
@@ -161,7 +161,7 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._left.wait(self._interval):
-            look = _in_thread(self._look)
+            look = _run_in_thread(self._look)
             for _ in range(_LOOKS):
                 try:
                     problem = look.result(self._interval)
@@ -235,7 +235,7 @@ class Heartbeat:
                 time.sleep(_PAUSE)
 
         with suppress(RuntimeError, TimeoutError, KeyboardInterrupt):
-            _in_thread(wait).result(HEARTBEAT_TIMEOUT.value)
+            _run_in_thread(wait).result(HEARTBEAT_TIMEOUT.value)
 
     def _has_reported(self, rank: int) -> bool:
         """Return whether a process has reported its error, or has ended without one."""

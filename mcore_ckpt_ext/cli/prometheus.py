@@ -92,9 +92,9 @@ def metrics(
         file: name of the file of metrics, the label `file`: the collector refuses two files with the same series.
     """
     all_metrics = [
-        *_of_run(exit_code, seconds),
-        *(_of_result(result) if result else ()),
-        *(_of_disk(disk) if disk else ()),
+        *_run_metrics(exit_code, seconds),
+        *(_result_metrics(result) if result else ()),
+        *(_disk_metrics(disk) if disk else ()),
     ]
     depth = "quick" if quick else "full"
     labels = f'path="{_escaped(_absolute(path))}",depth="{depth}",file="{_escaped(file)}"'
@@ -116,13 +116,13 @@ def disk_of(folder: Path) -> Disk:
     return Disk(sum(file.st_size for file in files), max((file.st_mtime for file in files), default=0.0) or None)
 
 
-def _of_run(exit_code: int, seconds: float) -> Iterator[_Metric]:
+def _run_metrics(exit_code: int, seconds: float) -> Iterator[_Metric]:
     yield _Metric("verify_exit_code", "Exit code: 0 sound, 1 not sound, 2 not readable.", _one(exit_code))
     yield _Metric("verify_timestamp_seconds", "When the last verification ended.", _one(time.time()))
     yield _Metric("verify_duration_seconds", "Time that the last verification took.", _one(seconds))
 
 
-def _of_result(result: VerificationResult) -> Iterator[_Metric]:
+def _result_metrics(result: VerificationResult) -> Iterator[_Metric]:
     statuses: Counter[str] = Counter(check.status for check in result.checks)
     severities: Counter[str] = Counter(problem.severity for problem in result.problems)
     by_status = {status: float(statuses[status]) for status in _STATUSES}
@@ -134,7 +134,7 @@ def _of_result(result: VerificationResult) -> Iterator[_Metric]:
         yield _Metric("checkpoint_iteration", "Iteration of the checkpoint.", _one(result.iteration))
 
 
-def _of_disk(disk: Disk) -> Iterator[_Metric]:
+def _disk_metrics(disk: Disk) -> Iterator[_Metric]:
     yield _Metric("checkpoint_bytes", "Bytes of the checkpoint's files.", _one(disk.nbytes))
     if disk.newest is None:
         return

@@ -189,7 +189,7 @@ def _data(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
         if planned.data.is_remarkable:
             hint = f"; it goes on with {planned.data.hint}" if planned.data.hint else ""
             by_sentence.setdefault(f"{planned.data.sentence}{hint}", []).append(planned.layout)
-    return _of_layouts(by_sentence, len(layouts))
+    return _sentences_of_layouts(by_sentence, len(layouts))
 
 
 def _differences(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
@@ -197,10 +197,10 @@ def _differences(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
     by_sentence: dict[str, list[str]] = {}
     for planned in layouts:
         by_sentence.setdefault(sentence_of(planned.differences), []).append(planned.layout)
-    return _of_layouts(by_sentence, len(layouts))
+    return _sentences_of_layouts(by_sentence, len(layouts))
 
 
-def _of_layouts(by_sentence: dict[str, list[str]], all_layouts: int) -> Iterator[str]:
+def _sentences_of_layouts(by_sentence: dict[str, list[str]], all_layouts: int) -> Iterator[str]:
     for sentence, names in by_sentence.items():
         yield f"{sentence}: {'all' if len(names) == all_layouts else join_some(names)}"
 
@@ -220,10 +220,10 @@ def _best(plan: LayoutPlan) -> Iterator[str]:
         f"read by all ranks: {format_bytes(best.read_in_all)}; "
         f"with --ckpt-ext-read-once: {format_bytes(best.read_once)}"
     )
-    yield f"to rehearse it: --gpus {plan.gpus} --rehearse '{_in_pins(best)}'"
+    yield f"to rehearse it: --gpus {plan.gpus} --rehearse '{_written_as_pins(best)}'"
 
 
-def _in_pins(planned: PlannedLayout) -> str:
+def _written_as_pins(planned: PlannedLayout) -> str:
     """Return the sizes of a layout for `--rehearse`, without default sizes."""
     assumed = with_defaults({"tensor": planned.sizes["tp"]}) | {"tensor": 1}
     sizes = [f"{label}={planned.sizes[label]}" for label, name in PINS.items() if planned.sizes[label] != assumed[name]]

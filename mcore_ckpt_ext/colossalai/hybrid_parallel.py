@@ -118,7 +118,7 @@ class HybridParallelCheckpointIOMethods:
         model._force_wait_all_gather()
         state: dict[str, Any] = {}
         if self.dp_rank == 0:  # type: ignore[attr-defined]  # ColossalAI's own
-            state = _of_all_stages(self, dict(entries(model.unwrap(), share_ties=not use_safetensors)))
+            state = _merge_stages(self, dict(entries(model.unwrap(), share_ties=not use_safetensors)))
         write_one(Path(checkpoint), state, _ranks(self), is_writer=dist.get_rank() == 0)
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, State], id_map: Any) -> None:
@@ -196,7 +196,7 @@ def _ranks(checkpoint_io: Any) -> Ranks:
     return Ranks(tuple(dict.fromkeys(groups)))
 
 
-def _of_all_stages(checkpoint_io: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _merge_stages(checkpoint_io: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Gather the entries of all pipeline stages on the first one; other stages keep theirs."""
     if checkpoint_io.pp_size == 1 or checkpoint_io.tp_rank != 0:
         return state

@@ -77,7 +77,7 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
             state_dict,
             bool(state_dict),
             _UNTOUCHED,
-            own=_of_each_rank(zero, state_dict),
+            own=_names_of_each_rank(zero, state_dict),
         )
         accepted: list[_Accepted] = []
         are_outlines = content.comes_from_first and not zero.is_first
@@ -239,7 +239,7 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
     return offered
 
 
-def _of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
+def _names_of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
     """Return the entries that may differ between ranks: ZeRO shards and averages only parameters."""
     buffers = {name for names in _persistent_buffers(zero.module).values() for name in names}
     return buffers | {name for name in state_dict if str(name).endswith("_extra_state")}

@@ -103,7 +103,7 @@ def _outline_of_first(zero: Wrapped, content: Any) -> Any:
 
     Extra state is sent as it is.
     """
-    local_content = (_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None
+    local_content = (_strip_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None
     items, metadata = gather(local_content, zero.group)[0]  # type: ignore[misc]  # rank 0 has one
     outline = OrderedDict(items)
     if metadata is not None:
@@ -111,11 +111,11 @@ def _outline_of_first(zero: Wrapped, content: Any) -> Any:
     return outline
 
 
-def _without_data(content: Any) -> Any:
+def _strip_data(content: Any) -> Any:
     if isinstance(content, torch.Tensor):
         return torch.empty(content.shape, dtype=content.dtype, device="meta")
     if isinstance(content, dict):
         return {
-            key: value if str(key).endswith("_extra_state") else _without_data(value) for key, value in content.items()
+            key: value if str(key).endswith("_extra_state") else _strip_data(value) for key, value in content.items()
         }
     return content

@@ -208,16 +208,16 @@ def _changes(written: JobArguments, running: JobArguments) -> Iterator[OrderChan
     if not (written.is_complete and written.is_set("dataloader_type")):
         yield from changes_by_layout(written, running)
         if loop_of(written) == BRIDGE:
-            yield from _of_number(written, running)
+            yield from _changes_of_number(written, running)
         return
     loaders = {_loader(written), _loader(running)}
     for row in DETERMINANTS:
         if loaders & set(row.loaders):
             yield from _differences(row, written, running)
     if EXTERNAL in loaders:
-        yield from _of_external(written, running)
+        yield from _changes_of_external(written, running)
         return
-    yield from _of_number(written, running)
+    yield from _changes_of_number(written, running)
     if CYCLIC in loaders and running.phase_transition_iterations and history_is_changed(written, running):
         yield OrderChange(
             "--dataloader-type cyclic with --phase-transition-iterations",
@@ -300,7 +300,7 @@ def _samples_built_for(job: JobArguments) -> int | None:
     return job.train_iters * job.global_batch_size if job.train_iters and job.global_batch_size else None
 
 
-def _of_number(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+def _changes_of_number(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield a change of the number of samples, and with it, maybe, of the passes over the documents."""
     old = _samples_built_for(written)
     new = _samples_built_for(running)
@@ -321,7 +321,7 @@ def has_saved_loader(job: JobArguments) -> bool:
     return _loader(job) == EXTERNAL and bool(job.dataloader_save)
 
 
-def _of_external(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+def _changes_of_external(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield all that is known of a loader of one's own, whose states are those of data-parallel ranks."""
     if has_saved_loader(written) and has_saved_loader(running):
         yield from loader_changes(written, running)

@@ -117,12 +117,12 @@ def adapters_of(
     for linear in dict.fromkeys(name.partition(MARK)[0] for name in shapes):
         ours = linears.get(linear, ())
         if not ours:
-            raise _without_place([name for name in shapes if name.startswith(linear)])
+            raise _refusal_without_place([name for name in shapes if name.startswith(linear)])
         for number, tensor in enumerate(ours):
             adapters += _Linear(linear, number, len(ours), shapes, tensor_ranks, by_rank).adapted(tensor)
     used = {region.name for adapter in adapters for tensor in adapter.tensors for region in tensor.regions}
     if used != shapes.keys():
-        raise _without_place(sorted(shapes.keys() - used))
+        raise _refusal_without_place(sorted(shapes.keys() - used))
     return Adapters(adapters, frozenset(tensor.name.removesuffix(".weight") for tensor in base))
 
 
@@ -175,7 +175,7 @@ def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
     return last if all_of_them == adapted else adapted
 
 
-def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
+def _refusal_without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "these adapters have no known form in PEFT",
         found=join_some(list(names), 4),
@@ -211,7 +211,7 @@ class _Linear:
         if is_apart and self.name.endswith("linear_fc1"):
             spans = list(self._as_halves(rows))
         elif self.by_rank and self.name.endswith("linear_fc1") and self.parts == 2:
-            spans = list(self._of_each_rank(rows))
+            spans = list(self._rows_of_each_rank(rows))
         elif self.name.endswith("linear_fc1") and self.parts == 1 and self._ranks() > 1:
             raise UnsupportedCheckpointError(
                 "releases of Megatron-Bridge store the rows of this adapter in different orders",
@@ -234,7 +234,7 @@ class _Linear:
             yield Adapted(base, into, out)
             return
         if not is_apart and self.name.endswith("linear_fc1") and self.parts == 2:
-            spans = list(self._of_each_rank(self.shapes[before + MAGNITUDE][0]))
+            spans = list(self._rows_of_each_rank(self.shapes[before + MAGNITUDE][0]))
         regions = tuple(Region(before + MAGNITUDE, (start,), (count,)) for start, count in spans)
         yield Adapted(base, into, out, HuggingFaceTensor(f"{module}.{MAGNITUDES}", (base.shape[0],), regions))
 
@@ -251,7 +251,7 @@ class _Linear:
         if ranks == 1:
             yield 0, rows
 
-    def _of_each_rank(self, rows: int) -> Iterator[tuple[int, int]]:
+    def _rows_of_each_rank(self, rows: int) -> Iterator[tuple[int, int]]:
         """Yield the rows of one of two projections if each rank stores the gate's, then the other's.
 
         `ParallelLinearDoRAAdapter.sharded_state_dict` stores the magnitudes of a `linear_fc1` as those of a single

@@ -28,7 +28,11 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
     """
     running = complete(job)
     running = running.replace(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
-    descriptions = [*_differing(family, model, running), *family.mismatches(running), *_of_no_flag(model, job)]
+    descriptions = [
+        *_differing(family, model, running),
+        *family.mismatches(running),
+        *_contradictions_without_flag(model, job),
+    ]
     if family.bridge_only_reason:
         descriptions.insert(0, f"pretrain_gpt.py builds no such model: {family.bridge_only_reason}")
     return list(dict.fromkeys(descriptions))
@@ -72,6 +76,6 @@ def _writes_another(family: Family, model: ModelArguments, name: str, value: Any
         return True  # no model of the family can have this value
 
 
-def _of_no_flag(model: ModelArguments, job: JobArguments) -> Iterator[str]:
+def _contradictions_without_flag(model: ModelArguments, job: JobArguments) -> Iterator[str]:
     for name, value in without_flag(model, since_0_19=PASSES_ON_INTERPOLATION.is_shown_by(job)).items():
         yield f"{name} should be {value!r}, which no flag that pretrain_gpt.py passes on says"

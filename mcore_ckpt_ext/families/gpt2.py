@@ -35,7 +35,7 @@ def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tupl
         matrix: converts rows to the storage of matrices.
     """
 
-    def of_layer(leaf: str, stored: Callable[[Rows], Rows]) -> tuple[Rule, ...]:
+    def rules_of_layer(leaf: str, stored: Callable[[Rows], Rows]) -> tuple[Rule, ...]:
         return (
             Rule(f"{_THEIRS}.ln_1.{leaf}", f"{_OURS}.self_attention.linear_qkv.layer_norm_{leaf}"),
             Rule(f"{_THEIRS}.attn.c_attn.{leaf}", f"{_OURS}.self_attention.linear_qkv.{leaf}", stored(qkv)),
@@ -48,8 +48,8 @@ def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tupl
     return (
         Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
         Rule("transformer.wpe.weight", "embedding.position_embeddings.weight"),
-        *of_layer("weight", matrix),
-        *of_layer("bias", lambda rows: rows),
+        *rules_of_layer("weight", matrix),
+        *rules_of_layer("bias", lambda rows: rows),
         Rule("transformer.ln_f.weight", "decoder.final_layernorm.weight"),
         Rule("transformer.ln_f.bias", "decoder.final_layernorm.bias"),
         Rule("lm_head.weight", "output_layer.weight", where=untied),

@@ -115,7 +115,7 @@ def _has_true(*keys: str) -> Callable[[Mapping[str, Any], set[str]], bool]:
     return lambda config, kinds: any(config.get(key) not in (None, False, 0) for key in keys)
 
 
-def _of_layer(kinds: Collection[str], mark: str) -> set[str]:
+def _kinds_of_layer(kinds: Collection[str], mark: str) -> set[str]:
     return {kind for kind in kinds if _LAYER.search(kind) and re.search(mark, kind)}
 
 
@@ -123,9 +123,9 @@ def _has_parallel_blocks(config: Mapping[str, Any], kinds: set[str]) -> bool:
     """Return whether a key says so, or attention and MLP of a layer share one norm."""
     if _has_true("parallel_attn", "use_parallel_residual", "parallel_residual", "parallel_attention")(config, kinds):
         return True
-    norms = {kind for kind in _of_layer(kinds, r"(norm|ln_?\w*)\.weight$") if not _OF_HEADS.search(kind)}
-    attends = _of_layer(kinds, r"(attn|attention)\.")
-    has_mlp = _of_layer(kinds, r"(mlp|feed_forward|ffn|fc_in)\.")
+    norms = {kind for kind in _kinds_of_layer(kinds, r"(norm|ln_?\w*)\.weight$") if not _OF_HEADS.search(kind)}
+    attends = _kinds_of_layer(kinds, r"(attn|attention)\.")
+    has_mlp = _kinds_of_layer(kinds, r"(mlp|feed_forward|ffn|fc_in)\.")
     return len(norms) == 1 and bool(attends) and bool(has_mlp)
 
 
@@ -137,8 +137,8 @@ def _has_alibi(config: Mapping[str, Any], kinds: set[str]) -> bool:
 
 def _norms_behind(config: Mapping[str, Any], kinds: set[str]) -> bool:
     """Return whether there is a norm after the MLP and none before it."""
-    before = _of_layer(kinds, r"(pre_feedforward|pre_mlp|input)_layernorm|(ln_1|attention_norm)\.")
-    return bool(_of_layer(kinds, "post_feedforward_layernorm")) and not before
+    before = _kinds_of_layer(kinds, r"(pre_feedforward|pre_mlp|input)_layernorm|(ln_1|attention_norm)\.")
+    return bool(_kinds_of_layer(kinds, "post_feedforward_layernorm")) and not before
 
 
 _TRAITS: tuple[tuple[str, Callable[[Mapping[str, Any], set[str]], bool]], ...] = (
@@ -147,7 +147,7 @@ _TRAITS: tuple[tuple[str, Callable[[Mapping[str, Any], set[str]], bool]], ...] =
     (NORMS_BEHIND, _norms_behind),
     (FACTORS, _has_true("residual_multiplier", "scale_depth", "mlp_multipliers")),
     (CLIPPED, _has_true("clip_qkv")),
-    (MAMBA_1, lambda config, kinds: bool(_of_layer(kinds, r"\.x_proj\.weight"))),
+    (MAMBA_1, lambda config, kinds: bool(_kinds_of_layer(kinds, r"\.x_proj\.weight"))),
     (ENCODER, _has_true("is_encoder_decoder")),
     (CROSS_ATTENTION, _has_true("cross_attention_layers", "add_cross_attention")),
 )

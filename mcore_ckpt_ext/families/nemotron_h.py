@@ -66,7 +66,7 @@ def _has_latents(arguments: ModelArguments, layer: int) -> bool:
     return _is(EXPERTS)(arguments, layer) and bool(arguments.get("moe_latent_size"))
 
 
-def _in_parts(*names: str) -> Callable[[ModelArguments], list[Piece]]:
+def _pieces_in_parts(*names: str) -> Callable[[ModelArguments], list[Piece]]:
     return lambda arguments: [(f".{name}", 0, rows_of_mixer(arguments)[name]) for name in names]
 
 
@@ -82,9 +82,9 @@ RULES = (
     *_rules(MIXER, {"norm.weight": "mixer.in_proj.layer_norm_weight", "mixer.dt_bias": "mixer.dt_bias",
                     "mixer.norm.weight": "mixer.norm.weight", "mixer.out_proj.weight": "mixer.out_proj.weight"}),
     *_rules(MIXER, {"mixer.A_log": "mixer.A_log", "mixer.D": "mixer.D"}, keeps_dtype=True),
-    *_rules(MIXER, {"mixer.in_proj.weight": "mixer.in_proj.weight"}, pieces=_in_parts("z", "x", "B", "C", "dt")),
+    *_rules(MIXER, {"mixer.in_proj.weight": "mixer.in_proj.weight"}, pieces=_pieces_in_parts("z", "x", "B", "C", "dt")),
     *_rules(MIXER, {f"mixer.conv1d.{leaf}": f"mixer.conv1d.{leaf}" for leaf in ("weight", "bias")},
-            pieces=_in_parts("x", "B", "C")),
+            pieces=_pieces_in_parts("x", "B", "C")),
     *_rules(ATTENTION, {"norm.weight": "self_attention.linear_qkv.layer_norm_weight",
                         "mixer.o_proj.weight": "self_attention.linear_proj.weight"}),
     *(rule for letter, rows in (("q", QUERY), ("k", KEY), ("v", VALUE))

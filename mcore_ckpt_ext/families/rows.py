@@ -32,7 +32,7 @@ def _whole(rows: int, arguments: ModelArguments) -> Sequence[Span]:
     return [(0, rows)]
 
 
-def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
+def _spans_of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
     """Return rows of `linear_qkv`, which has queries, gates, key and value for each query group.
 
     Source: attention.py.
@@ -64,7 +64,7 @@ def _half(which: int) -> Callable[[int, ModelArguments], Sequence[Span]]:
 
 
 WHOLE = Rows(_whole)
-QUERY, KEY, VALUE = (Rows(_of_groups(which)) for which in ("query", "key", "value"))
+QUERY, KEY, VALUE = (Rows(_spans_of_groups(which)) for which in ("query", "key", "value"))
 GATE = Rows(_half(0))
 UP = Rows(_half(1))
 GATE_AND_UP_BY_TURNS = Rows(_whole, interleaved=2)

@@ -129,7 +129,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         text.pop(key, None)
     for key in _ROPE:
         if isinstance(text.get(key), Mapping):
-            text[key] = _of_one_axis(text[key])
+            text[key] = _one_axis_scaling(text[key])
     always = _ALWAYS.get(str(config["model_type"]), {})
     return {**text, **always, "model_type": kind, "architectures": None}
 
@@ -170,7 +170,7 @@ def _owner_of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return thinker if isinstance(thinker, Mapping) else config
 
 
-def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+def _one_axis_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a scaling without its keys for images; None if it only had these."""
     kept = {key: value for key, value in scaling.items() if key not in _AXES}
     kept = {key: "default" if value == "mrope" else value for key, value in kept.items()}

@@ -115,7 +115,7 @@ class VisionTower:
         rule, theirs = next((rule, name) for rule, name in named if name)
         regions: tuple[Region, ...] = (Region.whole(ours, shape),)
         if rule.by_heads:
-            regions = tuple(_by_heads(ours, shape, vision.get(str(self.heads))))
+            regions = tuple(_regions_by_heads(ours, shape, vision.get(str(self.heads))))
         return HuggingFaceTensor(theirs, shape[::-1] if rule.transposed else shape, regions, rule.transposed)
 
     def in_megatron(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ def _translated(name: str, source: str, target: str) -> str | None:
     return match and target.replace(_NUMBER, match[1] if _NUMBER in source else "")
 
 
-def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]:
+def _regions_by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]:
     """Yield the rows of all queries, all keys, all values of a parameter that stores them head by head."""
     if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
         raise UnsupportedCheckpointError(

@@ -179,7 +179,7 @@ def _partial(raw_arguments: Mapping[str, Any], folder: Path, problems: Sequence[
     return JobArguments.of(raw_arguments, source=f"what is known of the job of {folder}{because}", is_complete=False)
 
 
-def _of_bridge(folder: Path) -> Description | None:
+def _bridge_description(folder: Path) -> Description | None:
     return _read(folder, bridge.RUN_CONFIG, lambda text, where: bridge.job_arguments(parsed_yaml(text, where), where))
 
 
@@ -190,7 +190,7 @@ def folders_of_verl(folder: Path) -> tuple[Path, ...]:
     return folder, folder.parent, folder.parent.parent
 
 
-def _of_verl(folder: Path) -> Description | None:
+def _verl_description(folder: Path) -> Description | None:
     for step in folders_of_verl(folder):
         description = _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
         if description is not None:
@@ -198,7 +198,7 @@ def _of_verl(folder: Path) -> Description | None:
     return None
 
 
-def _of_nemo(folder: Path) -> Description | None:
+def _nemo_description(folder: Path) -> Description | None:
     if folder.name != nemo.WEIGHTS:
         return None
     context = folder.parent / nemo.CONTEXT
@@ -210,7 +210,7 @@ def _of_nemo(folder: Path) -> Description | None:
     return Description(_partial(raw_arguments, folder), model.source, (*job.problems, *model.problems))
 
 
-_READERS = (_of_bridge, _of_verl, _of_nemo)
+_READERS = (_bridge_description, _verl_description, _nemo_description)
 
 
 def run_config_of(folder: Path) -> dict[str, Any] | None:

@@ -90,9 +90,9 @@ class Merged:
                 place = Region(region.name, (band.start, band.left), (rows, band.width))
                 blocks.append((self._base, TargetSlice(WEIGHT, Slice.whole((place,)), {region.name: tensor})))
                 if part is not None:
-                    blocks.append(self._of_adapter(part.into, None, (band.left, band.width)))
+                    blocks.append(self._adapter_request(part.into, None, (band.left, band.width)))
                     for name, first in (part.out, *([part.magnitude] if part.magnitude else [])):
-                        blocks.append(self._of_adapter(name, (first + band.start - part.first, rows)))
+                        blocks.append(self._adapter_request(name, (first + band.start - part.first, rows)))
         return blocks
 
     def values(self, wanted: TargetSlice, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Merged:
             yield _Band(row, end, *((0, columns) if whole else (region.offsets[1], width)), part)
             row = end
 
-    def _of_adapter(
+    def _adapter_request(
         self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None = None
     ) -> tuple[Source, TargetSlice]:
         """Return a read request for rows, or columns, of an adapter tensor, each given as (first, count)."""

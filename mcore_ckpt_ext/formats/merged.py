@@ -82,9 +82,9 @@ def merged_view(
     return replace(
         view,
         model=StoredWeights(
-            lazy(lambda: _merged_weights(base.weights, merged)), lazy(lambda: _of_base(base.sharded_keys()))
+            lazy(lambda: _merged_weights(base.weights, merged)), lazy(lambda: _base_values(base.sharded_keys()))
         ),
-        states=replace(view.states, extra=lazy(lambda: _of_base(base.extra_states()))),
+        states=replace(view.states, extra=lazy(lambda: _base_values(base.extra_states()))),
         unread_keys=unread,
         messages=lambda seen: [*notes, *view.messages(seen)],
         merged_from=sources,
@@ -92,7 +92,7 @@ def merged_view(
     )
 
 
-def _of_base(named: Mapping[str, Value]) -> dict[str, Value]:
+def _base_values(named: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in named.items() if not is_adapter(name)}
 
 

@@ -128,7 +128,7 @@ class ShardOfWeight:
         if len(columns) > 1:
             return self._crossed(name, shape, grid) if len(rows) == self.shards else None
         if is_first_linear(name) and len(rows) == 2 * self.ranks * self.shards:
-            chosen = self._of_gated()
+            chosen = self._gated_shards()
         elif len(rows) == self.ranks * self.shards:
             chosen = [self.tensor * self.shards + self.shard]
         elif len(rows) == self.shards:
@@ -146,7 +146,7 @@ class ShardOfWeight:
         left = columns[self.tensor]
         return (Region(name, (first, left), (ends[self.shard] - first, sides[self.tensor] - left)),)
 
-    def _of_gated(self) -> list[int]:
+    def _gated_shards(self) -> list[int]:
         """Return the chunks of a shard of a gated first linear.
 
         They are halves of its rows, stored as gate and up projection. See `misplaces_gates`.

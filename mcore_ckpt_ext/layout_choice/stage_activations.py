@@ -82,11 +82,11 @@ class ActivationEstimate:
         for rank, spans in enumerate(split.ranges):
             flying = chunks_in_flight(layout, rank, max(choice.microbatches, 1), choice.microbatch_group)
             kept = sum(count * self._kept(span, shares) for count, span in zip(flying, spans, strict=True))
-            kept += flying[0] * self._of_embedding(shares) if rank == 0 else 0
+            kept += flying[0] * self._embedding_activations(shares) if rank == 0 else 0
             loss = 0.0
             if rank == last:
-                kept += flying[-1] * self._of_predicted_layers(terms)
-                held, loss = self._of_loss(choice, shares)
+                kept += flying[-1] * self._predicted_layer_activations(terms)
+                held, loss = self._loss_activations(choice, shares)
                 kept += held
             received = (len(spans) - (rank == 0)) * 2 * 2 * shares.tokens * self._sizes.hidden / shares.residual
             yield StageActivations(
@@ -131,12 +131,12 @@ class ActivationEstimate:
         ]
         return max(needs, default=0.0)
 
-    def _of_embedding(self, shares: Shares) -> float:
+    def _embedding_activations(self, shares: Shares) -> float:
         """Token numbers, and the mask of the embedding's dropout; its output is the input of the first layer."""
         mask = shares.tokens * self._sizes.hidden / shares.residual if self._options.has_dropout else 0.0
         return 8 * shares.tokens + mask
 
-    def _of_predicted_layers(self, terms: dict[Part, LayerTerms]) -> float:
+    def _predicted_layer_activations(self, terms: dict[Part, LayerTerms]) -> float:
         """Multi-token prediction: each depth is a layer as the last one, and the projection before it.
 
         Source: `MultiTokenPredictionLayer` (megatron/core/transformer/multi_token_prediction.py).
@@ -149,7 +149,7 @@ class ActivationEstimate:
             parts = (Part.ATTENTION, Part.EXPERTS if Part.EXPERTS in terms else Part.FEED_FORWARD)
         return self._sizes.predicted * (projection + sum(terms[part].kept for part in parts))
 
-    def _of_loss(self, choice: Choice, shares: Shares) -> tuple[float, float]:
+    def _loss_activations(self, choice: Choice, shares: Shares) -> tuple[float, float]:
         """Return the bytes that the loss keeps, and those that it needs at its peak.
 
         Each depth of multi-token prediction has logits of its own, whose softmax stays until its backward pass.

@@ -191,11 +191,11 @@ class _Load:
         directory = self._load.directory
         perform(CHECKING[1:], self._load, self._rank)
         if is_of_fsdp(arguments):
-            result, self._summary = load_into_fsdp(scope, self._load.session, directory, self._by_stock)
+            result, self._summary = load_into_fsdp(scope, self._load.session, directory, self._load_by_stock)
             return result, None
         if is_of_torch_fsdp(arguments):
             session = self._load.session
-            loaded = load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._by_stock)
+            loaded = load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._load_by_stock)
             result, self._summary = loaded
             return result, None
         advise_torch_fsdp(arguments, directory)
@@ -204,7 +204,7 @@ class _Load:
                 return (self._load_stock(assessment), None) if assessment.decision.is_stock else self._resume()
         elif self._load.takes_optimizer:
             refuse_another_kind(scope, self._given, directory)
-            return self._by_stock(), None
+            return self._load_by_stock(), None
         with self._initialization_kept(self._load.tokens):
             return self._weights_alone(), None
 
@@ -231,7 +231,7 @@ class _Load:
         if kept:
             announce(kept_message(kept))
 
-    def _by_stock(self) -> Any:
+    def _load_by_stock(self) -> Any:
         """Load by stock Megatron; with `--ckpt-ext-load fast` this package reads the tensors and logs it."""
         if LOAD.chosen(self._arguments) != FAST:
             return self._rest()
@@ -245,16 +245,16 @@ class _Load:
         by_us = LOAD.chosen(self._arguments) == AUTO and assessment.decision.is_moved
         once = READ_ONCE.chosen(self._arguments)
         with (
-            self._without_random_states(assessment.decision.omits_random_states),
+            self._skip_random_states(assessment.decision.omits_random_states),
             reading_fast(self._load.session, read_once=once) if by_us else nullcontext(),
         ):
-            result = self._by_stock()
+            result = self._load_by_stock()
         if assessment.may_be_shifted:
             repair_shifted(self._load.session, self._chunks, self._optimizer, self._arguments)
         return result
 
     @contextmanager
-    def _without_random_states(self, lacking: bool) -> Iterator[None]:
+    def _skip_random_states(self, lacking: bool) -> Iterator[None]:
         """Load by stock Megatron within this scope, without random states if it would request absent ones."""
         if not lacking or self._arguments.no_load_rng:
             yield
@@ -275,8 +275,8 @@ class _Load:
             return folder.name != RELEASE and lacks_random_states(load.session.for_folder(folder), arguments)
 
         lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
-        with self._without_random_states(lacking):
-            loaded = load_weights_alone(self._scope, load.session, load.directory, self._chunks, self._by_stock)
+        with self._skip_random_states(lacking):
+            loaded = load_weights_alone(self._scope, load.session, load.directory, self._chunks, self._load_by_stock)
         result, self._summary = loaded
         return result
 

@@ -140,7 +140,7 @@ def assess_live(
 ) -> LoadAssessment | None:
     """Assess the checkpoint that a load of a running job takes, on this rank.
 
-    It contains a collective of Megatron unless the checkpoint is presented: see `_by_megatron`.
+    It contains a collective of Megatron unless the checkpoint is presented: see `_call_megatron`.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
@@ -168,14 +168,14 @@ def assess_live(
 
 
 def _common_state(scope: Scope, call: Mapping[str, Any], directory: str | None, session: LoadSession) -> Any:
-    """Return the result of `_by_megatron`.
+    """Return the result of `_call_megatron`.
 
     Raises:
         CheckpointError: Megatron cannot read the common state. This package reads it once more, because its error
             names the file and has a hint.
     """
     try:
-        return _by_megatron(scope, call, directory)
+        return _call_megatron(scope, call, directory)
     except (Exception, CheckpointException):
         if directory:
             _ = session.checkpoint.common
@@ -209,7 +209,7 @@ def refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | 
 def _refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | None) -> None:
     arguments = scope["get_args"]()
     try:
-        common, name, release, _ = _by_megatron(scope, call, directory)
+        common, name, release, _ = _call_megatron(scope, call, directory)
     except (Exception, CheckpointException):  # noqa: BLE001 - stock Megatron meets it again and reports it
         return
     if common is None or release or "args" not in common:
@@ -223,7 +223,7 @@ def _refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str |
         raise another_kind_of_optimizer(stored_kind, running_kind, str(name))
 
 
-def _by_megatron(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:
+def _call_megatron(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:
     """Return the common state, the folder's name, True for a release, and the kind of checkpoint.
 
     It contains one collective (`read_metadata`), which precedes everything that can fail on single ranks, provided

@@ -59,7 +59,7 @@ def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
         if any(within) and not all(within):
             raise UnsupportedCheckpointError(
                 "a list of the state dict mixes optimizers that Megatron can load with others that it cannot",
-                found=f"{sum(within)} of {counted(len(within), 'element')} that it cannot load, at {_in_words(path)}",
+                found=f"{sum(within)} of {counted(len(within), 'element')} that it cannot load, at {_describe(path)}",
                 hint="give each optimizer a key of its own, as in {'first': ..., 'second': ...}",
             )
     for child, value in children.items():
@@ -83,7 +83,7 @@ def with_plans(result: Any, plans: Mapping[Path, LoadPlan]) -> Any:
     """
     if isinstance(result, tuple):
         loaded, *keys = result
-        return (with_plans(loaded, plans), *(_of_no_optimizer(key_set) for key_set in keys))
+        return (with_plans(loaded, plans), *(_drop_optimizer(key_set) for key_set in keys))
     for path, plan in plans.items():
         result = _with_plan(result, path, plan)
     return result
@@ -117,10 +117,10 @@ def _with_plan(tree: Any, path: Path, plan: LoadPlan) -> Any:
     return tree
 
 
-def _of_no_optimizer(keys: Any) -> Any:
+def _drop_optimizer(keys: Any) -> Any:
     """Remove the keys of optimizers (`sharded_state_dict`, megatron/core/optimizer, 0.12.1 to 0.19.2)."""
     return type(keys)(key for key in keys if not str(key).startswith(("optimizer.", "chained_")))
 
 
-def _in_words(path: Path) -> str:
+def _describe(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the root"

@@ -118,7 +118,7 @@ class TorchIndex:
         if shared is not None and self._reads_objects and type(reader) is self._reader_class:
             with suppress(CheckpointError):  # torch meets the error again and reports it
                 if folder not in self._objects:
-                    self._objects[folder] = _of_objects(shared.index)
+                    self._objects[folder] = _object_metadata(shared.index)
                 return self._objects[folder]
         if folder not in self._known:
             self._known[folder] = _unpickled(self._original, reader, shared)
@@ -170,7 +170,7 @@ def _as_objects(index: TorchIndex, load: Callable[..., Any]) -> Callable[..., An
     return load_common_state_dict
 
 
-def _of_objects(index: DcpIndex) -> Metadata:
+def _object_metadata(index: DcpIndex) -> Metadata:
     """Return the metadata that torch would read from an index without tensors."""
     entries: dict[str, Any] = {key: BytesStorageMetadata() for key in index.objects}
     return Metadata(entries, None, {MetadataIndex(key): _StorageInfo(*place) for key, place in index.objects.items()})

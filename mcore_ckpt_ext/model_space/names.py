@@ -128,15 +128,15 @@ class ParameterName:
     rest: str
 
     def __str__(self) -> str:
-        return self._in_layer(f"{self.experts}.experts.{self.expert}.{self.rest}" if self.experts else self.rest)
+        return self._layer_name(f"{self.experts}.experts.{self.expert}.{self.rest}" if self.experts else self.rest)
 
     def own(self, grouped_experts: bool) -> str:
         """Return the name in a rank's `state_dict`; a grouped linear has one extra state for all experts."""
         if self.experts is None:
             return str(self)
         if not grouped_experts:
-            return self._in_layer(f"{self.experts}.local_experts.{self.expert}.{self.rest}")
-        return self._in_layer(f"{self.experts}.{self.rest}{'' if is_extra_state(self.rest) else self.expert}")
+            return self._layer_name(f"{self.experts}.local_experts.{self.expert}.{self.rest}")
+        return self._layer_name(f"{self.experts}.{self.rest}{'' if is_extra_state(self.rest) else self.expert}")
 
     def sharded_key(self, stack_layers: bool) -> ShardedKey:
         """Return its array, with experts stacked, and layers if `stack_layers`; the inverse of `name_at`."""
@@ -145,7 +145,7 @@ class ParameterName:
         if self.layer is None and (merger := _MERGER.match(in_layer)):
             return f"{merger[1]}.{merger[3]}", (int(merger[2]),)
         if self.layer is None or not stack_layers:
-            return self._in_layer(in_layer), index
+            return self._layer_name(in_layer), index
         return f"{self.block}.layers.{in_layer}", (self.layer, *index)
 
     def counted_from(self, layer: int, expert: int) -> ParameterName:
@@ -157,7 +157,7 @@ class ParameterName:
             expert=None if self.expert is None else self.expert + expert,
         )
 
-    def _in_layer(self, text: str) -> str:
+    def _layer_name(self, text: str) -> str:
         return text if self.layer is None else f"{self.block}.layers.{self.layer}.{text}"
 
 

@@ -32,12 +32,12 @@ def without_shifts(source: Source) -> SourceView:
     """Return a source whose numbers are read as stored, without the shift that model space applies."""
     return replace(
         SourceView.of(source),
-        stored=lambda kind, name: _without_shifts(source.stored(kind, name)),
-        stored_in=lambda kind, region: _without_shifts(slices_in(source, kind, region)),
+        stored=lambda kind, name: _unshift(source.stored(kind, name)),
+        stored_in=lambda kind, region: _unshift(slices_in(source, kind, region)),
     )
 
 
-def _without_shifts(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
+def _unshift(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
     return [
         stored._replace(extent=replace(stored.extent, shift=0.0))
         if isinstance(stored.extent, TransposeCodec)

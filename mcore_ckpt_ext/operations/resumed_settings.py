@@ -61,13 +61,15 @@ def settings_compared(a: CheckpointView, b: CheckpointView) -> tuple[Setting, ..
     if a.optimizer_format is None or b.optimizer_format is None:
         return ()
     settings = [_setting("iteration", a.iteration, b.iteration)]
-    settings += _of_groups(_groups(a), _groups(b))
-    settings += _of_mappings("scheduler", *(_mapping(scheduler_in(checkpoint.common)) for checkpoint in (a, b)))
-    settings += _of_mappings("grad scaler", *(_mapping(checkpoint.grad_scaler()) for checkpoint in (a, b)))
+    settings += _settings_of_groups(_groups(a), _groups(b))
+    settings += _settings_of_mappings(
+        "scheduler", *(_mapping(scheduler_in(checkpoint.common)) for checkpoint in (a, b))
+    )
+    settings += _settings_of_mappings("grad scaler", *(_mapping(checkpoint.grad_scaler()) for checkpoint in (a, b)))
     for name in _COUNTERS:
         if name in a.args and name in b.args:
             settings.append(_setting(name.replace("_", " "), a.args[name], b.args[name]))
-    return (*settings, *_of_random_states(a, b))
+    return (*settings, *_settings_of_random_states(a, b))
 
 
 def _setting(name: str, a: Any, b: Any) -> Setting:
@@ -106,7 +108,7 @@ def _groups(checkpoint: CheckpointView) -> list[dict[str, Any]]:
     ]
 
 
-def _of_groups(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:
+def _settings_of_groups(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:
     """Yield a setting for each key, and one for the groups if only the combinations of values differ."""
     keys = sorted({key for group in (*a, *b) for key in group})
     all_equal = True
@@ -131,7 +133,7 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None if value is None else {"": value}
 
 
-def _of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> Iterator[Setting]:
+def _settings_of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> Iterator[Setting]:
     if a is None or b is None:
         if a is not b:
             texts = [_ABSENT if mapping is None else counted(len(mapping), "entry", "entries") for mapping in (a, b)]
@@ -141,7 +143,7 @@ def _of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | 
         yield _setting(f"{name}: {key}" if key else name, a.get(key), b.get(key))
 
 
-def _of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator[Setting]:
+def _settings_of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator[Setting]:
     """Yield the random generators' states, if both checkpoints have them for the same ranks."""
     with suppress(UnreadableCheckpointError):
         states = [

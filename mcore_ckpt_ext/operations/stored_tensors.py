@@ -81,7 +81,7 @@ def check_stored_tensors(
         The SHA-256 that are requested.
     """
     check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
-    files, single = _by_file(listing) if digest_files else ({}, list(listing))
+    files, single = _group_by_file(listing) if digest_files else ({}, list(listing))
     of_archives = workers.map(check.archive, listing.archives, listing.reader.size)
     of_files = workers.map(check.file, list(files.items()), lambda item: sum(map(_bytes_of, item[1])))
     checked = workers.map(check.tensor, single, _bytes_of)
@@ -103,7 +103,7 @@ def check_stored_tensors(
     return digests
 
 
-def _by_file(listing: Listing) -> tuple[dict[str, list[ListedTensor]], list[ListedTensor]]:
+def _group_by_file(listing: Listing) -> tuple[dict[str, list[ListedTensor]], list[ListedTensor]]:
     """Return the tensors of each safetensors file in the order of their offsets, and all other tensors."""
     files: defaultdict[str, list[ListedTensor]] = defaultdict(list)
     others: list[ListedTensor] = []

@@ -84,7 +84,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
     if recorded:
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
-        return Writer(_by_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
+        return Writer(_version_of_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
     if written_for := _written_for(checkpoint):
         # Its arguments are those of the source's job, and its index has no plans of ranks.
         only = Evidence("written by mcore-ckpt convert, as recorded", written_for, written_for)
@@ -99,7 +99,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
     possible = releases_between(first, last)
     if not possible:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
-    version = _by_loop(checkpoint, _span(possible))
+    version = _version_of_loop(checkpoint, _span(possible))
     if checkpoint.format_reader.is_of_convert:
         return Writer(f"mcore-ckpt convert, of a checkpoint of Megatron {version}", evidence, first, converted=True)
     return Writer(version, evidence, first)
@@ -124,7 +124,7 @@ def _is_of_bridge(checkpoint: CheckpointView) -> bool:
     return checkpoint.format_reader.described_by == RUN_CONFIG
 
 
-def _by_loop(checkpoint: CheckpointView, version: str) -> str:
+def _version_of_loop(checkpoint: CheckpointView, version: str) -> str:
     """Return a version of Megatron, with the name of the training loop if it was another one."""
     return f"Megatron-Bridge on Megatron Core {version}" if _is_of_bridge(checkpoint) else version
 
@@ -153,11 +153,11 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
             return [Resumption("Megatron with mcore_ckpt_ext", "", "any", reader.starts_jobs)]
         return [Resumption("not resumable as is", "", "", f"convert it first: {reader.conversion}")]
     if loading.failure:
-        return [*_of_torch_fsdp(writer, loading)]
+        return [*_torch_fsdp_resumptions(writer, loading)]
     if loading.flag:
-        return [*_of_fsdp(checkpoint, writer, loading)]
+        return [*_fsdp_resumptions(checkpoint, writer, loading)]
     if not checkpoint.arguments.is_complete:
-        return [*_of_another_loop(checkpoint)]
+        return [*_other_loop_resumptions(checkpoint)]
     releases = _readers(loading, writer)
     own_layout = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
     same = [v for v in releases if stock_resumes(checkpoint, False, v)]
@@ -170,11 +170,11 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     if not resumable:
         resumable.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
     if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
-        resumable.append(_of_this_package(checkpoint, writer))
+        resumable.append(_package_resumption(checkpoint, writer))
     return resumable
 
 
-def _of_this_package(checkpoint: CheckpointView, writer: Writer) -> Resumption:
+def _package_resumption(checkpoint: CheckpointView, writer: Writer) -> Resumption:
     """Return the releases in which this package resumes the checkpoint.
 
     They may be earlier than the writer's, if the job uses the distributed optimizer; those that require `common.pt`
@@ -200,7 +200,7 @@ def _unknown_release(writer: Writer) -> list[Version]:
     return [] if writer.first in KNOWN else [writer.first]
 
 
-def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
+def _fsdp_resumptions(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
     releases = _readers(loading, writer)
     own_layout = f"its own: {checkpoint.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(releases), own_layout, _stock_note(checkpoint))
@@ -210,7 +210,7 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
     yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(releases), "any", "tested with 0.19.2")
 
 
-def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
+def _torch_fsdp_resumptions(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     """Yield resumptions of torch's FSDP checkpoints, see `megatron/sources/torch_fsdp.py`."""
     releases = _span(_readers(loading, writer))
     yield Resumption("stock Megatron", "none", "none", loading.failure)
@@ -218,7 +218,7 @@ def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     yield Resumption("Megatron with mcore_ckpt_ext, without it", releases, "any", "tested with 0.19.2")
 
 
-def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
+def _other_loop_resumptions(checkpoint: CheckpointView) -> Iterator[Resumption]:
     """Yield resumptions of a checkpoint without Megatron's arguments.
 
     Stock `load_checkpoint` needs them.

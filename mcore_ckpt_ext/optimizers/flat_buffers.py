@@ -83,7 +83,7 @@ class FlatBuffers(OptimizerState):
             places = self._places[name] = [
                 (self.arrays[group.child, group.index], key, placement)
                 for rank in self.models.ranks_of(name)
-                for group in self._by_rank.get(rank, [])
+                for group in self._groups_by_rank.get(rank, [])
                 for key, placement in self._places_in(group).get(name, ())
             ]
         for arrays, key, placement in places:
@@ -146,7 +146,7 @@ class FlatBuffers(OptimizerState):
             slices = [] if array is None else cut(placement, array)
             tensor_regions = tuple(region for region in placement.regions if region.name == name)
             parts.setdefault(tensor_regions, []).append(
-                [part for stored in slices for part in _of_tensor(stored, name)]
+                [part for stored in slices for part in _slices_of_part(stored, name)]
             )
         return list(parts.values())
 
@@ -261,7 +261,7 @@ class FlatBuffers(OptimizerState):
         return read_slice(self._weights, self.transfer, "weight", Slice(regions, 0, count))
 
     @cached_property
-    def _by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:
+    def _groups_by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:
         groups: dict[ModelRank, list[OptimizerGroup]] = {}
         for group in self.groups.values():
             groups.setdefault(group.rank, []).append(group)
@@ -326,7 +326,7 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
     return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)
 
 
-def _of_tensor(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:
+def _slices_of_part(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:
     """Yield one part's share of a slice of a split parameter; the regions of a part are contiguous."""
     regions = stored.slice.regions
     tensor_regions = tuple(region for region in regions if region.name == name)

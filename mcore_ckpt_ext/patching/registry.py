@@ -93,7 +93,7 @@ class HookRegistry:
     def __init__(self, patch_points: Sequence[PatchPoint]) -> None:
         self._patch_points = tuple(patch_points)
         modules = {module for patch_point in self._patch_points for module in patch_point.modules}
-        self._finder = PostImportFinder(modules, self._after_import)
+        self._finder = PostImportFinder(modules, self._handle_import)
         self._lock = threading.RLock()
         self._installed = False
         self._patches: dict[PatchPoint, list[_Patch]] = {}
@@ -133,7 +133,7 @@ class HookRegistry:
         with self._lock:
             return [self._status(patch_point) for patch_point in self._patch_points]
 
-    def _after_import(self, name: str, module: ModuleType) -> None:
+    def _handle_import(self, name: str, module: ModuleType) -> None:
         self._patch([(patch_point, name, module) for patch_point in self._patch_points if name in patch_point.modules])
 
     def _patch(self, imported: Iterable[tuple[PatchPoint, str, ModuleType]]) -> None:
@@ -216,7 +216,7 @@ class HookRegistry:
         if patch_point in self._reasons:
             return PatchPointStatus(str(patch_point), "not patched", version, self._reasons[patch_point])
         if patch_point in self._patches:
-            return PatchPointStatus(str(patch_point), "patched", version, self._on_top(patch_point))
+            return PatchPointStatus(str(patch_point), "patched", version, self._patch_on_top(patch_point))
         if not self._installed:
             return PatchPointStatus(str(patch_point), "not patched", version, "the hooks are not installed")
         if patch_point in self._absent:
@@ -230,7 +230,7 @@ class HookRegistry:
             )
         return PatchPointStatus(str(patch_point), "waiting for import", version)
 
-    def _on_top(self, patch_point: PatchPoint) -> str | None:
+    def _patch_on_top(self, patch_point: PatchPoint) -> str | None:
         """Return the name of another package's wrapper on top of ours; None if there is none."""
         patch = self._patches[patch_point][-1]
         current = patch.place.function()

@@ -84,7 +84,7 @@ class Shares:
 
         def work() -> None:
             for pipeline, held in self._stages():
-                for copies, numbers in self._by_copies(held):
+                for copies, numbers in self._ranks_by_copies(held):
                     local = self._own(numbers)
                     alike = [held[number] for number in local]
                     try:
@@ -161,7 +161,7 @@ class Shares:
         """Return this process's part of some work."""
         return numbers[self._team.rank :: self._team.size]
 
-    def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
+    def _ranks_by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
         """Yield (reads, parts): how often the job reads each part; ranks that share state read it once.
 
         Each of `--num-distributed-optimizer-instances` has a whole optimizer.

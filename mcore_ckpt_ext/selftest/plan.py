@@ -22,7 +22,7 @@ def plan(machine: Machine) -> tuple[Job, ...]:
     """Return the jobs in the order in which they run; each follows the job whose checkpoint it resumes."""
     return (
         *_dense(machine),
-        *_of_eight_ranks(machine),
+        *_jobs_of_eight_ranks(machine),
         *_portable(machine),
         *_experts(machine),
         *_engine(machine),
@@ -80,16 +80,16 @@ def _dense(machine: Machine) -> Iterator[Job]:
 def saved_by_eight_ranks(machine: Machine) -> Job:
     """Return the job that saved the checkpoint of this package."""
     layout = layout_of(8, 2, 2)
-    job = _saving(_without_engine(machine), "tiny gpt", layout, (), check="save")
+    job = _saving(_drop_engine(machine), "tiny gpt", layout, (), check="save")
     return replace(job, name=EIGHT_RANKS)
 
 
-def _without_engine(machine: Machine) -> Machine:
+def _drop_engine(machine: Machine) -> Machine:
     """Return the machine without Transformer Engine, which the checkpoint of this package does not use."""
     return replace(machine, no_engine="the checkpoint was saved without Transformer Engine")
 
 
-def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
+def _jobs_of_eight_ranks(machine: Machine) -> Iterator[Job]:
     save = saved_by_eight_ranks(machine)
     layout = layout_of(machine.ranks)
     samples = MODELS[save.model].samples
@@ -99,7 +99,7 @@ def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
         else f"{counted(samples, 'sample')} cannot be divided among {counted(layout.data, 'rank')}"
     )
     yield _resuming(
-        _without_engine(machine), save, layout, check="resume, saved by 8 ranks", expects=_RESUMED, skipped=skipped
+        _drop_engine(machine), save, layout, check="resume, saved by 8 ranks", expects=_RESUMED, skipped=skipped
     )
 
 
@@ -130,13 +130,13 @@ def _experts(machine: Machine) -> Iterator[Job]:
 def _engine(machine: Machine) -> Iterator[Job]:
     """Yield the jobs in fp8 by Transformer Engine: with a scale for each tensor, and for each block."""
     possible = layouts(machine.ranks, machine.layers)
-    yield from _in_fp8(machine, "gpt in fp8", "delayed", possible, machine.no_fp8)
+    yield from _jobs_in_fp8(machine, "gpt in fp8", "delayed", possible, machine.no_fp8)
     # Tensor parallelism would divide blocks.
     uncut = [layout for layout in possible if layout.tensor == 1]
-    yield from _in_fp8(machine, "gpt in blockwise fp8", "blockwise", uncut, machine.no_blockwise)
+    yield from _jobs_in_fp8(machine, "gpt in blockwise fp8", "blockwise", uncut, machine.no_blockwise)
 
 
-def _in_fp8(
+def _jobs_in_fp8(
     machine: Machine, model: str, recipe: str, possible: Sequence[ParallelLayout], why_not: str
 ) -> Iterator[Job]:
     source, form = _source(possible), "e4m3" if recipe == "blockwise" else "hybrid"

@@ -126,7 +126,7 @@ def merged(state: State) -> State:
         ValueError: replicas of a tensor differ, or elements are missing.
     """
     pieces = []
-    for (kind, key), parts in _by_tensor(state.pieces).items():
+    for (kind, key), parts in _group_by_tensor(state.pieces).items():
         whole, *others = _replicas(parts)
         if others or not whole.held.all():
             raise ValueError(f"{kind}.{key} is not one whole tensor")
@@ -140,8 +140,8 @@ def differences(saved: State, loaded: State) -> list[str]:
     Replicas of a tensor may differ at the save, because kernels may sum in any order. Each loaded piece has to equal
     one of them, and all elements have to be loaded.
     """
-    expected = _by_tensor(saved.pieces)
-    actual = _by_tensor(loaded.pieces)
+    expected = _group_by_tensor(saved.pieces)
+    actual = _group_by_tensor(loaded.pieces)
     replicas = {name: _replicas(pieces) for name, pieces in expected.items()}
     unequal = [
         ".".join(name)
@@ -153,12 +153,12 @@ def differences(saved: State, loaded: State) -> list[str]:
         lines.append(f"{len(unequal) - _MOST_NAMED} more of {counted(len(expected), 'tensor')} differ")
     return [
         *lines,
-        *_of_mappings("the settings of", saved.settings, loaded.settings),
-        *_of_mappings("progress:", saved.progress, loaded.progress),
+        *_compare_mappings("the settings of", saved.settings, loaded.settings),
+        *_compare_mappings("progress:", saved.progress, loaded.progress),
     ]
 
 
-def _by_tensor(pieces: Iterable[Piece]) -> dict[tuple[str, str], list[Piece]]:
+def _group_by_tensor(pieces: Iterable[Piece]) -> dict[tuple[str, str], list[Piece]]:
     by_tensor: dict[tuple[str, str], list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_tensor[piece.kind, piece.key].append(piece)
@@ -188,7 +188,7 @@ def _is_equal(replicas: list[_Whole], pieces: list[Piece]) -> bool:
     return bool((loaded.held | ~replicas[0].held).all())
 
 
-def _of_mappings(subject: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
+def _compare_mappings(subject: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(saved.keys() | loaded.keys()):
         if saved.get(name) != loaded.get(name):
             yield f"{subject} {name}: {saved.get(name)} at the save, {loaded.get(name)} after the load"

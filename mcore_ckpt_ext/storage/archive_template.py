@@ -90,11 +90,11 @@ class TensorLocations:
         if isinstance(extent, RawArray):
             return self._raw(extent)
         if isinstance(extent, ArchivedTensor):
-            return self._by_template(extent) or self._in_own_archive(extent)
+            return self._locate_by_template(extent) or self._locate_in_archive(extent)
         archive = self.archive(extent.file, extent.offset, extent.length)
         storage = StorageReference(dtype_named(extent.dtype), extent.record, extent.numel)
         tensor = TensorReference(storage, 0, (extent.numel,), (1,))
-        return _of_its_size(archive.payload(tensor), extent, archive)
+        return _check_size(archive.payload(tensor), extent, archive)
 
     def _raw(self, extent: RawArray) -> TensorLocation:
         size = self._reader.size(extent.file)
@@ -102,14 +102,14 @@ class TensorLocations:
             raise cut_short(self._reader.folder / extent.file, size, extent.offset + extent.length)
         return TensorLocation(extent.file, extent.offset, dtype_named(extent.dtype), (extent.numel,))
 
-    def _in_own_archive(self, extent: ArchivedTensor) -> TensorLocation:
+    def _locate_in_archive(self, extent: ArchivedTensor) -> TensorLocation:
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         tensor = archive.load()
         if isinstance(tensor, Float8Reference):
-            return _of_its_shape(archive.scaled_payload(tensor), extent, archive)
+            return _check_shape(archive.scaled_payload(tensor), extent, archive)
         if not isinstance(tensor, TensorReference):
             raise _not_a_tensor(tensor, archive.where)
-        payload = _of_its_shape(archive.payload(tensor), extent, archive)
+        payload = _check_shape(archive.payload(tensor), extent, archive)
         template = archive.template(tensor, payload)
         if template is not None and len(self._templates) < _SIZES:
             alike = self._templates.setdefault((extent.length, extent.dtype), [])
@@ -117,7 +117,7 @@ class TensorLocations:
                 alike.append(template)
         return payload
 
-    def _by_template(self, extent: ArchivedTensor) -> TensorLocation | None:
+    def _locate_by_template(self, extent: ArchivedTensor) -> TensorLocation | None:
         """Return the location of a tensor whose archive matches a known template; None if none matches."""
         for template in self._templates.get((extent.length, extent.dtype), ()):
             location = template.payload(self._reader, extent.file, extent.offset)
@@ -126,7 +126,7 @@ class TensorLocations:
         return None
 
 
-def _of_its_shape(payload: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:
+def _check_shape(payload: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:
     """Check the shape of a tensor: a transposed one has as many elements, in another order."""
     if payload.shape != extent.shape or payload.gives != dtype_named(extent.dtype):
         raise _another_tensor(
@@ -135,7 +135,7 @@ def _of_its_shape(payload: TensorLocation, extent: ArchivedTensor, archive: Torc
     return payload
 
 
-def _of_its_size(payload: TensorLocation, extent: ArchivedRecord, archive: TorchArchive) -> TensorLocation:
+def _check_size(payload: TensorLocation, extent: ArchivedRecord, archive: TorchArchive) -> TensorLocation:
     if payload.numel != extent.numel or payload.gives != dtype_named(extent.dtype):
         raise _another_tensor(
             f"{payload.numel} elements of {payload.gives}", f"{extent.numel} elements of {extent.dtype}", archive

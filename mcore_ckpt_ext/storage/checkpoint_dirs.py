@@ -188,7 +188,7 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
     iterations = list(iteration_folders(path).values())
     inner = [entry.name for entry in path.glob("*/*")] if _LATEST_OF_DEEPSPEED in names else []
     if any(_OF_DEEPSPEED.fullmatch(name) for name in (*names, *inner)):
-        return _of_deepspeed(path)
+        return _deepspeed_refusal(path)
     below = iterations[:1] or [path / name for name in names if _looks_like_checkpoint(path / name)]
     return UnreadableCheckpointError(
         "there is no checkpoint in this folder",
@@ -199,7 +199,7 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
     )
 
 
-def _of_deepspeed(path: Path) -> UnreadableCheckpointError:
+def _deepspeed_refusal(path: Path) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
         "DeepSpeed wrote this folder, and its checkpoints are not read",
         where=str(path),

@@ -162,7 +162,7 @@ def read_index(folder: Path) -> DcpIndex:
         if short is None:
             return index_of(_metadata(data, str(path)))
         del data  # freed before objects are created: both are most of the memory of `inspect`
-        metadata = _without_plans(short, str(path))
+        metadata = _load_without_plans(short, str(path))
         return index_of(_metadata(_file(folder), str(path)) if metadata is None else metadata)
 
 
@@ -201,7 +201,7 @@ def _file(folder: Path) -> bytes:
 
 def _parsed(data: bytes, path: Path) -> DcpIndex:
     with _damage_reported(path):
-        metadata = _without_plans(without_last(data, PLANS, _PARTS), str(path))
+        metadata = _load_without_plans(without_last(data, PLANS, _PARTS), str(path))
         return index_of(_metadata(data, str(path)) if metadata is None else metadata)
 
 
@@ -218,7 +218,7 @@ def _damage_reported(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _without_plans(short: bytes | None, where: str) -> Any:
+def _load_without_plans(short: bytes | None, where: str) -> Any:
     """Load an index without the ranks' plans, which are its last attribute and more than half of it.
 
     Returns:

@@ -88,7 +88,7 @@ def plain_form(data: bytes) -> bytes | None:
         None if `data` is not plain.
     """
     runs, steps, loose = _patterns()
-    stream, cuts = _without_frames(data)
+    stream, cuts = _strip_frames(data)
     pieces: list[bytes] = []
     kept = position = 0
     while True:
@@ -132,7 +132,7 @@ def without_last(data: bytes, attribute: str, needed: Sequence[str]) -> bytes | 
         return None
     if any(data.find(_text_of(other), position) >= 0 for other in needed):
         return None
-    before, _ = _without_frames(data[:position])
+    before, _ = _strip_frames(data[:position])
     return _framed(before + name + _TRUE_AT_LAST)
 
 
@@ -141,7 +141,7 @@ def _text_of(name: str) -> bytes:
     return b"\x8c" + bytes([len(name)]) + name.encode()
 
 
-def _without_frames(data: bytes) -> tuple[bytes, list[int]]:
+def _strip_frames(data: bytes) -> tuple[bytes, list[int]]:
     """Return a pickle without frame opcodes, and the positions where they were, the last one first.
 
     Frames may begin between any two opcodes; in a damaged pickle also elsewhere.

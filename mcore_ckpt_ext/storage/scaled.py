@@ -45,7 +45,7 @@ def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales:
         rows = max(1, _AT_ONCE // columns)
         if left or count - start < columns or columns > _AT_ONCE:
             stop = min(count, start + min(columns - left, _AT_ONCE))
-            decoded[start:stop] = _in_one_row(extent, at, stop - start, codes, scales)
+            decoded[start:stop] = _scale_one_row(extent, at, stop - start, codes, scales)
         else:
             stop = start + min(rows, (count - start) // columns) * columns
             decoded[start:stop] = _whole_rows(extent, at // columns, (stop - start) // columns, codes, scales)
@@ -58,7 +58,7 @@ def scaled_by(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
     return lambda first, count: scales(first, count).float() * common.float()
 
 
-def _in_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _scale_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     height, width = extent.block
     row, left = divmod(first, extent.columns)
     band = row // height * _across(extent)

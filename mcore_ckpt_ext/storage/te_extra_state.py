@@ -256,13 +256,13 @@ def _stored(data: object) -> torch.Tensor:
     """Return the storage or tensor in the bytes of a file that is embedded in a pickle."""
     if type(data) is not bytes:
         raise TypeError("a storage of something else than bytes")
-    tensor = _OfTensor.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _of_oldest_format(data)
+    tensor = _OfTensor.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _read_oldest_format(data)
     if type(tensor) is not torch.Tensor:
         raise TypeError("bytes of something else than a tensor")
     return tensor
 
 
-def _of_oldest_format(data: bytes) -> torch.Tensor:
+def _read_oldest_format(data: bytes) -> torch.Tensor:
     """Read a storage in the oldest format.
 
     After the first bytes come the system's properties, the storage, a list of its key, its length and its elements.

@@ -66,7 +66,7 @@ class TorchArchive:
         self._ends = self._read_ends()
         try:
             self._directory = plain_directory(self._ends[-1][1], self._length)
-            self._members = _unambiguous(self._directory.members if self._directory else self._by_zipfile())
+            self._members = _unambiguous(self._directory.members if self._directory else self._members_by_zipfile())
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error) as error:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is not a torch archive: it is damaged, or its metadata "
@@ -77,7 +77,7 @@ class TorchArchive:
 
         self.has_checksums = any(member.CRC for member in self._members.values())
 
-    def _by_zipfile(self) -> list[Member]:
+    def _members_by_zipfile(self) -> list[Member]:
         with zipfile.ZipFile(cast("IO[bytes]", Window(self._read, self._length))) as archive:
             return [
                 Member(info.filename, info.header_offset, info.file_size, info.CRC, info.compress_type)

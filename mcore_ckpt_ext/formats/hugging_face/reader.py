@@ -165,7 +165,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
         expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
-        stored = self._without_copies(stored, expected.values())
+        stored = self._drop_copies(stored, expected.values())
         ignored = self.family.unmapped_tensors(stored.keys(), self.model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations, *self._vision])
         self._stored = {**stored, **self._vision}
@@ -190,7 +190,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             )
         return [(tensor, stored[name]) for name, tensor in expected.items()]
 
-    def _without_copies(
+    def _drop_copies(
         self, stored: Mapping[str, StoredTensor], expected: Iterable[HuggingFaceTensor]
     ) -> Mapping[str, StoredTensor]:
         """Leave out tensors that duplicate `expected` ones, after comparing them.

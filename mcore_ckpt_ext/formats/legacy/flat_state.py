@@ -60,12 +60,14 @@ class FlatStates:
         """Return the parameter groups and the scaler of one chained optimizer."""
         groups = distinct_groups(self._checkpoint.param_groups(), self._layout.expert > 1)[child]
         if not MATCHES_GROUPS_BY_SETTINGS.is_of(self._version):
-            groups = self._by_first_use(groups, rank, child)
+            groups = self._sort_by_first_use(groups, rank, child)
         settings: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         scaler = self._checkpoint.grad_scaler()
         return settings if scaler is None else {**settings, "grad_scaler": scaler}
 
-    def _by_first_use(self, groups: Sequence[dict[str, Any]], rank: LegacyRank, child: int) -> list[dict[str, Any]]:
+    def _sort_by_first_use(
+        self, groups: Sequence[dict[str, Any]], rank: LegacyRank, child: int
+    ) -> list[dict[str, Any]]:
         """Sort groups by their first parameter on this rank, because 0.13 and older load them by position.
 
         Biases and arrays with one axis have no weight decay (`_get_param_groups`, megatron/core/optimizer/__init__.py).

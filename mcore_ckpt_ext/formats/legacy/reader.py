@@ -221,10 +221,10 @@ class LegacyCheckpoint(FormatReader):
             archive = self.transfer.archive(rank.place.file)
             for name, value in self.weights.extra_states(rank):
                 if name not in states:
-                    states |= self._of_experts(name, archive.with_values(value), rank)
+                    states |= self._state_of_experts(name, archive.with_values(value), rank)
         return states
 
-    def _of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
+    def _state_of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
         """Return a state by its name; a state of grouped experts is split by expert if possible."""
         count = (self.arguments.num_experts or 0) // self.layout.expert
         names = grouped_experts(name, range(rank.expert * count, (rank.expert + 1) * count))
@@ -264,7 +264,7 @@ class LegacyCheckpoint(FormatReader):
             unread_states += in_common_state(common, read_keys)
             of_optimizers = [item for optimizer in rank_state.optimizers for item in in_optimizer(optimizer)]
             if self._keeps_whole_state:
-                of_optimizers = [item for item in of_optimizers if not _in_masters(item.key)]
+                of_optimizers = [item for item in of_optimizers if not _is_in_masters(item.key)]
             unread_states += of_optimizers
             unread_states += (
                 UnreadState(f.name, UNKNOWN, f.stat().st_size) for f in self._folders.other_files(rank_state.folder)
@@ -343,6 +343,6 @@ class LegacyCheckpoint(FormatReader):
         return rank.tensor + layout.tensor * (rank.pipeline + layout.pipeline * rank.expert)
 
 
-def _in_masters(key: str) -> bool:
+def _is_in_masters(key: str) -> bool:
     """Return whether `LegacyMasters` reads a tensor: a master, or state by parameter number."""
     return bool(re.match(rf"optimizer\.({MASTERS}\.|(optimizer\.)?state\.\d+\.({_STATES})$)", key))

@@ -251,7 +251,7 @@ class PeftCheckpoint(WeightsAlone):
             )
         names = self._weights.names()
         peft = bridge_peft(self._of_model, names, self._adapters.rank, scaling.alpha, scaling.dropout)
-        if without := self._without_adapters(names):
+        if without := self._names_without_adapters(names):
             raise UnsupportedCheckpointError(
                 "Megatron-Bridge puts adapters into a linear of every layer, or of none",
                 where=str(self.folder),
@@ -260,7 +260,7 @@ class PeftCheckpoint(WeightsAlone):
             )
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
 
-    def _without_adapters(self, names: Sequence[str]) -> list[str]:
+    def _names_without_adapters(self, names: Sequence[str]) -> list[str]:
         """Return the linears without adapters whose counterparts in other layers have adapters."""
         have = {name.partition(".adapter.")[0] for name in names}
         kinds = {_LAYER.sub("layers.", name) for name in have}

@@ -79,9 +79,9 @@ def job_arguments(content: Any, source: str) -> JobArguments:
 def _with_gemma_fields(arguments: dict[str, Any], provider: str) -> dict[str, Any]:
     """Return the arguments with those that Gemma's providers name differently."""
     if _GEMMA3.fullmatch(provider):
-        arguments = _without(arguments, _GEMMA3_FIELDS) | _of_gemma3(arguments)
+        arguments = _without(arguments, _GEMMA3_FIELDS) | _gemma3_arguments(arguments)
     if _GEMMA2.fullmatch(provider):
-        arguments = _without(arguments, _GEMMA2_FIELDS) | _of_gemma2(arguments)
+        arguments = _without(arguments, _GEMMA2_FIELDS) | _gemma2_arguments(arguments)
     if _GEMMA.fullmatch(provider):
         arguments |= {"scaled_embeddings": True, **_gelu_of(arguments)}
     return arguments
@@ -91,7 +91,7 @@ def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that Gemma 3's providers name differently (gemma/gemma3_provider.py, 0.6.2)."""
     arguments: dict[str, Any] = {"scaled_embeddings": True, "rope_scaling_factor": None, **_gelu_of(model)}
     bases, window, pattern = (model.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
@@ -110,7 +110,7 @@ def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
     return {"swiglu": model.get("swiglu", False), "bias_gelu_fusion": model.get("bias_gelu_fusion", True)}
 
 
-def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that Gemma 2's providers name differently.
 
     Source: gemma/gemma2_provider.py, 0.3.1 to 0.6.0.

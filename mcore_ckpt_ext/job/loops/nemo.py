@@ -40,7 +40,7 @@ def of_model(content: Any, source: str) -> JobArguments:
     """
     if not isinstance(content, Mapping):
         raise ValueError("it is no object")
-    return JobArguments.of(_of_model(content), source=source, is_complete=False)
+    return JobArguments.of(_model_arguments(content), source=source, is_complete=False)
 
 
 def of_everything(content: Any, source: str) -> JobArguments:
@@ -55,10 +55,10 @@ def of_everything(content: Any, source: str) -> JobArguments:
     strategy = _inner(reader, root, "trainer", "strategy")
     layout = {name: strategy[name] for name in _LAYOUT if strategy.get(name) is not None and is_plain(strategy[name])}
     buffers = section_arguments("ddp", _inner(reader, root, "trainer", "strategy", "ddp"))
-    return JobArguments.of({**_of_model(plain), **layout, **buffers}, source=source, is_complete=False)
+    return JobArguments.of({**_model_arguments(plain), **layout, **buffers}, source=source, is_complete=False)
 
 
-def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:
+def _model_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
     config = model.get("config")
     if not isinstance(config, Mapping) or not config:
         raise ValueError("it has no configuration of a model")

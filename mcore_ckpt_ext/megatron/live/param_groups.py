@@ -158,8 +158,8 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
         )
     raise ModelMismatchError(
         "a parameter group of the optimizer has no single counterpart in the checkpoint",
-        found="; ".join(dict.fromkeys(map(_in_words, stored))) or "none",
-        expected=_in_words(group),
+        found="; ".join(dict.fromkeys(map(_describe, stored))) or "none",
+        expected=_describe(group),
         hint="resume with the weight-decay and learning-rate options that the checkpoint was written with; "
         "since Megatron 0.19, --override-opt_param-scheduler allows other learning rates",
     )
@@ -191,7 +191,7 @@ def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> 
     return any(_identity(other, BOUNDS) != _identity(group, BOUNDS) for other in alike)
 
 
-def _in_words(group: Group) -> str:
+def _describe(group: Group) -> str:
     named = zip(REFINED_IDENTITY, _identity(group, REFINED_IDENTITY), strict=True)
     return f"a group of {rule_of(group)} with " + ", ".join(f"{key} {value}" for key, value in named)
 

@@ -57,11 +57,11 @@ _registered = False
 def _register() -> None:
     global _registered
     if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_after_fork)
+        os.register_at_fork(after_in_child=_forget_after_fork)
         _registered = True
 
 
-def _after_fork() -> None:
+def _forget_after_fork() -> None:
     global _forking_for
     parent = _forking_for
     _forking_for = 0

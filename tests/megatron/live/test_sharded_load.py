@@ -202,7 +202,7 @@ def test_directories_are_as_the_standard_library_reads_them(name: str) -> None:
         archive = TorchArchive(checkpoint.reader, file, offset, length)
         found = plain_directory(archive._ends[-1][1], length)
         assert found is not None
-        assert found.members == archive._by_zipfile()
+        assert found.members == archive._members_by_zipfile()
 
 
 def test_unusual_archives_are_left_to_the_standard_library(tmp_path: Any) -> None:
