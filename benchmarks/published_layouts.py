@@ -34,7 +34,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
-from mcore_ckpt_ext.model_space.anatomy import BLOCKS, in_vocabulary
+from mcore_ckpt_ext.model_space.anatomy import BLOCKS, is_in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.parameter_table import state_bytes
@@ -108,7 +108,7 @@ def table_of(arguments: dict[str, Any], *, low_rank: int) -> ModelTable:
             place = layer.number if is_inside and layer else -1 if name.startswith("embedding.") else (
                 place_after_layers(name, job)
             )  # fmt: skip
-            tokens = in_vocabulary(name)
+            tokens = is_in_vocabulary(name)
             kept = states - (saved if len(part) == 2 and not tokens else 0)
             rows = (arguments["vocab_size"], *part[1:]) if tokens else part
             parameters.append(

@@ -62,7 +62,7 @@ class SingleProcess:
 ONE_PROCESS = SingleProcess()
 
 
-def on_all(communicator: Communicator, work: Callable[[], object]) -> None:
+def run_on_all(communicator: Communicator, work: Callable[[], object]) -> None:
     """Do some work everywhere, and return when it is done everywhere; the results are not exchanged.
 
     Raises:
@@ -75,9 +75,9 @@ def on_all(communicator: Communicator, work: Callable[[], object]) -> None:
     communicator.agree(do)
 
 
-def on_first(communicator: Communicator, work: Callable[[], object]) -> None:
-    """Do some work on the first only; otherwise like `on_all`."""
-    on_all(communicator, work if communicator.rank == 0 else lambda: None)
+def run_on_first(communicator: Communicator, work: Callable[[], object]) -> None:
+    """Do some work on the first only; otherwise like `run_on_all`."""
+    run_on_all(communicator, work if communicator.rank == 0 else lambda: None)
 
 
 def total(communicator: Communicator, count: int) -> int:

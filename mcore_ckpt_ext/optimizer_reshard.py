@@ -77,7 +77,7 @@ class Summary:
             f"({placed}), {self.seconds:.1f} s; iteration {self.iteration} was loaded"
             f"{self.vocabulary}{fresh if self.new else ''}{changed if self.changed else ''}"
             f"{f'; {in_words(self.differing)}' if self.differing else ''}"
-            f"{f'; {self.account.in_words}' if self.account.in_words else ''}"
+            f"{f'; {self.account.sentence}' if self.account.sentence else ''}"
             f"{f'; {SIDECAR_FILE} is ignored: {self.sidecar_problem}' if self.sidecar_problem else ''}"
         )
 

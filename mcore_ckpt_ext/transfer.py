@@ -19,7 +19,7 @@ from mcore_ckpt_ext.devices import is_staged
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.array_location import Extent, ScaleCodec, TransposeCodec
-from mcore_ckpt_ext.planning.overlap import Run, in_parts
+from mcore_ckpt_ext.planning.overlap import Run, split_runs
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, TargetSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
@@ -168,7 +168,7 @@ class Transfer:
     def _read_staged(self, payload: TensorLocation, runs: Iterable[Run], destination: torch.Tensor) -> None:
         """Read elements to a device through host buffers: one is copied to the device while the next is read."""
         size = payload.dtype.itemsize
-        for source, target, length, count, source_stride, target_stride in in_parts(runs, STAGE_BYTES // size):
+        for source, target, length, count, source_stride, target_stride in split_runs(runs, STAGE_BYTES // size):
             packed = source, 0, length, count, source_stride, length
 
             def fill(block: torch.Tensor, run: Run = packed) -> None:

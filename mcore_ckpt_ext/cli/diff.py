@@ -119,7 +119,7 @@ def _show_settings(comparison: Comparison) -> None:
 def _conclusion(comparison: Comparison) -> str:
     if comparison.equal:
         equal = "equal in every bit" if comparison.settings_equal is None else "equal in every bit, and in all settings"
-        sides = (("A", comparison.account_a.in_words), ("B", comparison.account_b.in_words))
+        sides = (("A", comparison.account_a.sentence), ("B", comparison.account_b.sentence))
         return "; ".join((equal, *(f"of {side} {words}" for side, words in sides if words)))
     if comparison.tensors_equal:
         names = [setting.name for setting in comparison.settings if not setting.equal]

@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 _NUMBER = re.compile(r"\d[\d,]*")
 
 
-def without_numbers(text: str) -> str:
+def strip_numbers(text: str) -> str:
     """Replace every number of a text by `#`, as in `__#_#.distcp`."""
     return _NUMBER.sub("#", text)
 
@@ -33,7 +33,7 @@ class LeftOut(NamedTuple):
 
 def left_out_rows(items: Iterable[UnreadState]) -> Iterator[LeftOut]:
     """Yield a row for each key; keys that differ only in numbers share one, since there may be thousands."""
-    for group in alike(items, lambda item: (item.carried, item.why, without_numbers(item.key))):
+    for group in alike(items, lambda item: (item.carried, item.why, strip_numbers(item.key))):
         first = group[0]
         others = "" if len(group) == 1 else f" and {counted(len(group) - 1, 'similar key')}"
         size = format_bytes(sum(item.nbytes for item in group))

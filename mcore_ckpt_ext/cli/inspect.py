@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import alike, left_out_rows, without_numbers
+from mcore_ckpt_ext.cli.folding import alike, left_out_rows, strip_numbers
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_place, inspection_page
 from mcore_ckpt_ext.cli.report import report
@@ -134,7 +134,7 @@ def _show_files(inspection: Inspection, *, show_all: bool) -> None:
 
 
 def _kind_of_file(file: StoredFile) -> tuple[str, bool]:
-    return without_numbers(file.file), file.bytes_on_disk is None
+    return strip_numbers(file.file), file.bytes_on_disk is None
 
 
 def _folded_row(files: Sequence[StoredFile]) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import alike, without_numbers
+from mcore_ckpt_ext.cli.folding import alike, strip_numbers
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
@@ -147,7 +147,7 @@ def _show(verification: Verification, *, show_all: bool) -> None:
         line(f"recorded in {verification.recorded}")
     depth = ": metadata only, data not read" if verification.quick else ""
     if verification.sound:
-        rest = verification.account.in_words if verification.account else ""
+        rest = verification.account.sentence if verification.account else ""
         line(Painted("; ".join(filter(None, (f"sound{depth}", rest))), GOOD))
     else:
         line(Painted(f"NOT SOUND: {counted(errors, 'error')}", BAD))
@@ -155,7 +155,7 @@ def _show(verification: Verification, *, show_all: bool) -> None:
 
 def _kind_of_finding(finding: Finding) -> tuple[str, str, str]:
     """Return the key by which findings are grouped that differ only in place and numbers."""
-    return finding.severity, finding.check, without_numbers(finding.what).partition(";")[0]
+    return finding.severity, finding.check, strip_numbers(finding.what).partition(";")[0]
 
 
 def _row(name: str, failed: bool, checks: Iterable[Check]) -> tuple[str, Painted, str]:

@@ -91,7 +91,7 @@ def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
     return copied
 
 
-def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
+def pinned_copy(values: Any, pinned: dict[str, Any] | None) -> Any:
     """Copy values into the caller's pinned memory, for ColossalAI's asynchronous writer.
 
     Missing memory is allocated on first use.

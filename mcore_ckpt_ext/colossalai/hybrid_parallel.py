@@ -28,7 +28,7 @@ from torch import nn
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.files import param_groups_of, read_by_all, read_sharded_by_all, write_one
-from mcore_ckpt_ext.colossalai.gathering import in_pinned
+from mcore_ckpt_ext.colossalai.gathering import pinned_copy
 from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, entries, joined, local_state, refuse_shape
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
@@ -72,7 +72,7 @@ class HybridParallelCheckpointIOMethods:
             if not isinstance(value, torch.Tensor):
                 continue
             key = prefix + name
-            block, size = sharder.append_param(key, in_pinned({key: value}, pinned_state_dicts)[key])
+            block, size = sharder.append_param(key, pinned_copy({key: value}, pinned_state_dicts)[key])
             if block is not None:
                 yield block, size
         yield sharder.current_block, sharder.current_block_size
@@ -97,7 +97,7 @@ class HybridParallelCheckpointIOMethods:
                 refuse_shape(name, whole_value.shape, original_shape)
                 for key, tensor in ((name, whole_value), (f"{name}{PADDING}", rows)):
                     if tensor is not None:
-                        whole |= in_pinned({key: tensor.detach().to(device, copy=True)}, pinned_state_dicts)
+                        whole |= pinned_copy({key: tensor.detach().to(device, copy=True)}, pinned_state_dicts)
         if MASTER not in whole and tensor_parallel.padding_shape(param) is not None:
             # If the weights are the masters, the model's file has all of them but these rows.
             whole[f"{MASTER}{PADDING}"] = joined(MASTER, param.detach().contiguous(), param, None)[1]

@@ -28,7 +28,7 @@ from mcore_ckpt_ext.colossalai.files import (
     write_one,
     write_shards,
 )
-from mcore_ckpt_ext.colossalai.gathering import in_pinned
+from mcore_ckpt_ext.colossalai.gathering import pinned_copy
 from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
 from mcore_ckpt_ext.colossalai.shards import consumer_errors_reported, handed_over, iter_zero_strict_state_dict
 from mcore_ckpt_ext.colossalai.state import Precision, Ties, precision_of, zero_strict_state_dict
@@ -291,7 +291,7 @@ def _state_shards(
             shard = OrderedDict()
             size = 0
         memory = None if pinned is None else pinned.setdefault(key, {})
-        shard[key] = fate.attempt(partial(in_pinned, state, memory))
+        shard[key] = fate.attempt(partial(pinned_copy, state, memory))
         size += cost
     yield from handed_over(shard, size, fate)
     fate.meet()

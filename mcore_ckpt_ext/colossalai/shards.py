@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mcore_ckpt_ext.colossalai.gathering import in_pinned, own_copy
+from mcore_ckpt_ext.colossalai.gathering import own_copy, pinned_copy
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.state import (
     Precision,
@@ -123,7 +123,7 @@ def iter_zero_strict_state_dict(
         names = names[:1] if ties == "omit" else names
         cost *= len(names) if ties == "copy" else 1
         if size and size + cost > max_shard_bytes:
-            yield from handed_over(fate.attempt(partial(in_pinned, shard, pinned)), size, fate)
+            yield from handed_over(fate.attempt(partial(pinned_copy, shard, pinned)), size, fate)
             shard = OrderedDict()
             size = 0
         size += cost
@@ -133,7 +133,7 @@ def iter_zero_strict_state_dict(
                 shard[name] = fate.attempt(value.clone) if ties == "copy" else value
     if everywhere or zero.is_first:
         shard.update(keys.others)
-    yield from handed_over(fate.attempt(partial(in_pinned, shard, pinned)), size, fate)
+    yield from handed_over(fate.attempt(partial(pinned_copy, shard, pinned)), size, fate)
     fate.meet()
 
 

@@ -76,7 +76,7 @@ class ReadingLayout:
         return self.data_parallel * self.micro_batch
 
     @property
-    def for_validation(self) -> ReadingLayout:
+    def validation_layout(self) -> ReadingLayout:
         """The same for the samples of validation."""
         valid = self.valid_sample
         micro = self.valid_micro_batch

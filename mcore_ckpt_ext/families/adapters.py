@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS
-from mcore_ckpt_ext.model_space.names import module_and_leaf, of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts, module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Region
 
 MAGNITUDES = "lora_magnitude_vector"
@@ -137,7 +137,7 @@ def linears_of(base: Sequence[HuggingFaceTensor]) -> dict[str, list[HuggingFaceT
         module, leaf = module_and_leaf(name)
         # transformers does not implement routers as linear layers, and Megatron-Bridge has several kinds of adapters
         # for experts.
-        if module.startswith("linear_") and leaf == "weight" and not of_experts(name):
+        if module.startswith("linear_") and leaf == "weight" and not is_of_experts(name):
             linears.setdefault(name.removesuffix(".weight"), []).append(tensor)
     return {name: ours for name, ours in linears.items() if all(map(_is_plain, ours))}
 

@@ -57,7 +57,7 @@ def by_heads(*names: str) -> Any:
     return lambda arguments: list(pieces(arguments))
 
 
-def by_parts(*names: str) -> Any:
+def pieces_by_parts(*names: str) -> Any:
     """Return a function for the rows of the named parts, one part after the other."""
 
     def pieces(arguments: ModelArguments) -> list[Piece]:
@@ -80,7 +80,7 @@ ATTENTION = (
 """Rules of the layers with attention."""
 NET = (
     Rule("model.layers.{layer}.input_layernorm.weight", f"{_OURS}.in_proj.layer_norm_weight", where=is_linear),
-    _net("conv1d.weight", "conv1d.weight", pieces=by_parts("query", "key", "value")),
+    _net("conv1d.weight", "conv1d.weight", pieces=pieces_by_parts("query", "key", "value")),
     _net("A_log", "A_log", keeps_dtype=True),
     _net("dt_bias", "dt_bias"),
     _net("out_proj.weight", "out_proj.weight"),
@@ -93,10 +93,10 @@ BY_HEADS = (
     _net("in_proj_ba.weight", "in_proj.weight", pieces=by_heads("beta", "alpha")),
 )
 BY_PARTS = (
-    _net("in_proj_qkv.weight", "in_proj.weight", pieces=by_parts("query", "key", "value")),
-    _net("in_proj_z.weight", "in_proj.weight", pieces=by_parts("z")),
-    _net("in_proj_b.weight", "in_proj.weight", pieces=by_parts("beta")),
-    _net("in_proj_a.weight", "in_proj.weight", pieces=by_parts("alpha")),
+    _net("in_proj_qkv.weight", "in_proj.weight", pieces=pieces_by_parts("query", "key", "value")),
+    _net("in_proj_z.weight", "in_proj.weight", pieces=pieces_by_parts("z")),
+    _net("in_proj_b.weight", "in_proj.weight", pieces=pieces_by_parts("beta")),
+    _net("in_proj_a.weight", "in_proj.weight", pieces=pieces_by_parts("alpha")),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, is_gated
-from mcore_ckpt_ext.model_space.names import LayerSpec, module_and_leaf, of_experts, under_spec
+from mcore_ckpt_ext.model_space.names import LayerSpec, is_of_experts, module_and_leaf, under_spec
 
 
 def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int
     gated = 2 if arguments.attention_output_gate else 1
     ffn = size(
         "moe_ffn_hidden_size"
-        if of_experts(name)
+        if is_of_experts(name)
         else "moe_shared_expert_intermediate_size"
         if ".shared_experts." in name
         else "ffn_hidden_size"

@@ -157,11 +157,11 @@ def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
             Rule(f"mtp.{their_name}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
             for their_name, other in named.items()
         ),
-        *of_further_token(rules),
+        *rules_of_further_token(rules),
     )
 
 
-def of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def rules_of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules of a decoder layer for use in such an MTP layer."""
     return tuple(
         replace(

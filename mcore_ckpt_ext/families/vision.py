@@ -118,12 +118,12 @@ class VisionTower:
             regions = tuple(_regions_by_heads(ours, shape, vision.get(str(self.heads))))
         return HuggingFaceTensor(theirs, shape[::-1] if rule.transposed else shape, regions, rule.transposed)
 
-    def in_megatron(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def megatron_shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Convert the shape of a tensor in a folder to its shape in Megatron."""
         rule = next(rule for rule in self.rules if _translated(ours, rule.ours, rule.ours))
         return shape[::-1] if rule.transposed else shape
 
-    def in_folder(self, name: str) -> str:
+    def folder_name(self, name: str) -> str:
         """Return the name of a language model's tensor in a folder of the whole model."""
         return self.text + name.removeprefix(_OF_TEXT) if name.startswith(_OF_TEXT) else name
 

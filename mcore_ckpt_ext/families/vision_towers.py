@@ -15,7 +15,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.families.vision import PREFIX, VisionMapping, VisionTower
-from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts
 
 
 def _same(names: Sequence[str]) -> tuple[VisionMapping, ...]:
@@ -221,6 +221,6 @@ def vision_model_type(names: Collection[str]) -> str | None:
     vision_names = [name for name in names if not name.startswith(PREFIX)]
     if not vision_names or len(vision_names) == len(names) or any(_IN_NETS in name for name in names):
         return None
-    experts = any(map(of_experts, names))
+    experts = any(map(is_of_experts, names))
     fitting = (kind for kind, tower in VISION_TOWERS.items() if tower.experts == experts and tower.holds(vision_names))
     return next(fitting, None)

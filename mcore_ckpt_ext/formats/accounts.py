@@ -34,7 +34,7 @@ class Account:
         return tuple(item for item in self.not_looked_at if not item.why)
 
     @property
-    def in_words(self) -> str:
+    def sentence(self) -> str:
         """The keys of model and optimizer, and the unknown ones, that were not looked at.
 
         A verdict ends with it. State that belongs to the ranks of a job, or that a model computes, is listed above it.

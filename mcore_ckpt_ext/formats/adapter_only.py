@@ -27,7 +27,7 @@ def has_adapters_alone(checkpoint: CheckpointView) -> bool:
     return bool(names) and all(map(is_adapter, names))
 
 
-def for_model(checkpoint: CheckpointView, model: CheckpointView) -> CheckpointView:
+def adapters_on_model(checkpoint: CheckpointView, model: CheckpointView) -> CheckpointView:
     """Attach the model, stored in another folder, to a checkpoint that contains only adapters."""
     return replace(checkpoint, base_model=model)
 

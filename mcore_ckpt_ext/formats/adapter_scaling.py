@@ -21,7 +21,7 @@ class Scaling:
     by_root: bool = False
     dropout: float = 0.0
 
-    def of_rank(self, rank: int) -> float:
+    def scaling_of_rank(self, rank: int) -> float:
         """Return the factor for the product of the two matrices of an adapter of this rank."""
         return self.alpha / (sqrt(rank) if self.by_root else rank)
 

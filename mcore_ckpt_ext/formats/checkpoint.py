@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from mcore_ckpt_ext.errors import CheckpointError, ProofError, UnsupportedCheckpointError, reraise_as_unreadable
-from mcore_ckpt_ext.formats.adapter_only import for_model, has_adapters_alone
+from mcore_ckpt_ext.formats.adapter_only import adapters_on_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
 from mcore_ckpt_ext.formats.description import refuse_facts
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
@@ -113,7 +113,7 @@ def _with_weights(
 ) -> CheckpointView:
     checkpoint = open_checkpoint(stored.folder, order_sources=order_sources, facts=facts, index=stored)
     if has_adapters_alone(checkpoint):
-        return for_model(checkpoint, source)
+        return adapters_on_model(checkpoint, source)
     return checkpoint.with_weights_of(source)
 
 

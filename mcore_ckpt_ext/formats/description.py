@@ -202,8 +202,8 @@ def _nemo_description(folder: Path) -> Description | None:
     if folder.name != nemo.WEIGHTS:
         return None
     context = folder.parent / nemo.CONTEXT
-    job = _read(context, nemo.EVERYTHING_FILE, lambda text, where: nemo.of_everything(parsed(text), where))
-    model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.of_model(parsed_yaml(text, where), where))
+    job = _read(context, nemo.EVERYTHING_FILE, lambda text, where: nemo.experiment_arguments(parsed(text), where))
+    model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.native_arguments(parsed_yaml(text, where), where))
     if job is None or model is None:
         return model or job
     raw_arguments = {**model.arguments.raw, **job.arguments.raw}

@@ -53,7 +53,7 @@ def grouped_experts(name: str, numbers: Sequence[int]) -> list[str]:
     return [str(replace(parsed, experts=grouped[1], expert=number, rest=grouped[2])) for number in numbers]
 
 
-def of_each_expert(states: Mapping[str, Any], experts: int) -> StatesAndNotes:
+def states_of_experts(states: Mapping[str, Any], experts: int) -> StatesAndNotes:
     """Assign an empty state to every expert of grouped linears whose state could not be split."""
     assigned: dict[str, Any] = {}
     emptied: list[str] = []

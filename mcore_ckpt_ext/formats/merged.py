@@ -108,7 +108,7 @@ def _merged(
     """
     parts: dict[str, list[Part]] = {}
     for linear in adapters_in(adapters, fit).linears:
-        for name, part in parts_of(linear, scaling.of_rank(linear.rank)):
+        for name, part in parts_of(linear, scaling.scaling_of_rank(linear.rank)):
             _check_shape(base, name, linear.base.regions[0].sizes[1])
             parts.setdefault(name, []).append(part)
     return {name: Merged(base.weights, where, weight_parts) for name, weight_parts in parts.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
-from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts
 from mcore_ckpt_ext.optimizers.groups import identity
 
 _DECOUPLED = "is_decoupled_lr"
@@ -36,7 +36,7 @@ def group_that_holds(
         UnsupportedCheckpointError: the groups differ in other settings, or no group fits the parameter.
     """
     decays = float(decays_by_rule(name, shape, arguments))
-    expected = {"wd_mult": decays, "is_expert_parallel": of_experts(name), _DECOUPLED: name.endswith(VOCABULARY)}
+    expected = {"wd_mult": decays, "is_expert_parallel": is_of_experts(name), _DECOUPLED: name.endswith(VOCABULARY)}
     groups = [{**group, _DECOUPLED: is_decoupled(group, arguments)} for group in groups]
     fit = list(range(len(groups)))
     for setting, value in expected.items():

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import (
     format_value,
     join_some,
 )
-from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
+from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, states_of_experts
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of, with_defaults
@@ -71,7 +71,7 @@ class PortableState:
         defaults = {"checkpoint_version": _VERSION, "iteration": checkpoint.iteration}
         common, notes = _writable({**defaults, **stored}, "the common state")
         common["args"], about_arguments = portable_arguments(arguments, version)
-        states, about_experts = of_each_expert(checkpoint.extra_states(), checkpoint.arguments.num_experts or 0)
+        states, about_experts = states_of_experts(checkpoint.extra_states(), checkpoint.arguments.num_experts or 0)
         extra_states, about_extra_states = writable_extra_states(states)
         random_states, about_random_states = _writable_random_states(checkpoint)
         notes += [*about_arguments, *about_experts, *about_extra_states, *about_random_states]

@@ -9,7 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.weights_view import WeightsView
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, of_experts, parse
+from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, is_of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -70,7 +70,7 @@ class NameMap:
         keys = {}
         for old, (key, index) in stored.items():
             name = self.of(old)
-            keys[name] = (key, index) if name == old else parse(name).sharded_key(len(index) > of_experts(key))
+            keys[name] = (key, index) if name == old else parse(name).sharded_key(len(index) > is_of_experts(key))
         return keys
 
     def _slice(self, stored: StoredSlice) -> StoredSlice:

@@ -78,24 +78,24 @@ def optimizer_kind(key: str) -> str:
     return UNKNOWN if _OF_OPTIMIZER.match(key) else OTHER
 
 
-def of_the_job(key: str, nbytes: int) -> UnreadState:
+def unread_job_state(key: str, nbytes: int) -> UnreadState:
     """Return an entry for state that belongs to the ranks that wrote it."""
     return UnreadState(key, OTHER, nbytes, "it belongs to the ranks of the job that wrote it")
 
 
-def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator[UnreadState]:
+def unread_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator[UnreadState]:
     """Yield tensors in a common state that are not read: under unknown keys, or in the optimizer's entry."""
     for key, value in common.items():
         if key == RERUN_STATE:
-            yield of_the_job(key, sum(nbytes for _, nbytes in tensors_in(value, ())))
+            yield unread_job_state(key, sum(nbytes for _, nbytes in tensors_in(value, ())))
         elif key == "optimizer":
-            yield from in_optimizer(value)
+            yield from unread_optimizer_state(value)
         elif key not in known:
             for path, nbytes in tensors_in(value, (str(key),)):
                 yield UnreadState(".".join(path), OTHER, nbytes, carried=True)
 
 
-def in_optimizer(entry: Any) -> Iterator[UnreadState]:
+def unread_optimizer_state(entry: Any) -> Iterator[UnreadState]:
     """Yield tensors in an optimizer's entry of a common state outside its groups and its scaler."""
     for path, nbytes in tensors_in(entry, ("optimizer",)):
         if not any(part in _READ_OF_OPTIMIZER for part in path):

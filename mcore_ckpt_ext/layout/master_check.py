@@ -94,7 +94,7 @@ class Proof:
     fault: str = "a master does not round to its weight"
     quantized: _Quantized | None = None
 
-    def at_step(self, step: float) -> Proof:
+    def proof_at_step(self, step: float) -> Proof:
         """Return the check for quantized weights whose two smallest numbers differ by `step`."""
         if self.quantized is None or step <= self.quantized.step:
             return self
@@ -286,7 +286,7 @@ def weaker_of(one: Proof, other: Proof | None) -> Proof:
     twice = (
         WITHIN_FP4_TWICE if weaker.weakness in (WITHIN_FP4.weakness, WITHIN_FP4_TWICE.weakness) else WITHIN_FP8_TWICE
     )
-    return twice.at_step(max(one.quantized.step, other.quantized.step))
+    return twice.proof_at_step(max(one.quantized.step, other.quantized.step))
 
 
 def smallest_step(dtype: torch.dtype, scale: float) -> float:

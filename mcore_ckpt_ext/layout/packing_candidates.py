@@ -34,13 +34,13 @@ class Proposal:
     is_recorded: bool = False
 
 
-def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
+def order_proposal(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
     """Return the packing that a rule derives from one parameter order."""
     is_observed = isinstance(order, ObservedOrder)
     return Proposal(order.label, lambda group: _packed(models, order, rule, group), is_observed)
 
 
-def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
+def sidecar_proposal(models: LocalModels, sidecar: Sidecar) -> Proposal:
     """Return the packing that was recorded when the checkpoint was written."""
     buckets = {(group.child, index): group.buckets for group in sidecar.groups for index in group.indices}
 

@@ -55,7 +55,7 @@ def discover(
         for spot in (
             search.between_cuts(key, stored.cuts, borders.get(key, frozenset()))
             if stored.cuts is not None
-            else search.by_content(key, stored.numel_unpadded)
+            else search.spots_by_content(key, stored.numel_unpadded)
         )
     ]
     names = _Assignment(group, spots).solve()
@@ -96,7 +96,7 @@ class _Search:
                 )
             yield spot
 
-    def by_content(self, key: BucketKey, numel: int) -> Iterable[_Spot]:
+    def spots_by_content(self, key: BucketKey, numel: int) -> Iterable[_Spot]:
         """Yield spots of an array without chunk borders; at each place only one length may match."""
         start = 0
         while start < numel:

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
     output_layer_of,
     word_embeddings_of,
 )
-from mcore_ckpt_ext.model_space.names import Layer, in_layer, parse, split_layer
+from mcore_ckpt_ext.model_space.names import Layer, layer_name, parse, split_layer
 from mcore_ckpt_ext.versions import OLDEST
 
 
@@ -172,7 +172,7 @@ class KnownOrder:
         self._rank = {suffix: number for number, suffix in enumerate((*_mixer(filters_first), *_NET, *template))}
         self._experts_by_matrix = experts_by_matrix
 
-    def of_version(self, version: tuple[int, int]) -> KnownOrder:
+    def order_of_version(self, version: tuple[int, int]) -> KnownOrder:
         """Return the order of the same spec in a version of Megatron."""
         return KnownOrder(self.label, self._template, self._experts_by_matrix, FILTERS_ARE_FIRST.is_of(version))
 
@@ -289,7 +289,7 @@ def known_orders(arguments: JobArguments) -> list[KnownOrder]:
     elif arguments.moe_grouped_gemm:
         local.reverse()
     orders = [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
-    return [*orders, *(order.of_version(OLDEST) for order in orders if is_hybrid(arguments))]
+    return [*orders, *(order.order_of_version(OLDEST) for order in orders if is_hybrid(arguments))]
 
 
 def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: bool = False) -> list[str] | None:
@@ -320,7 +320,7 @@ def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: b
             suffixes = order.arrange(Layer(item, number), unordered)
             if suffixes is None:
                 return None
-            result += [in_layer(Layer(item, number), suffix) for suffix in suffixes]
+            result += [layer_name(Layer(item, number), suffix) for suffix in suffixes]
         if item not in layers:
             result.append(word_embeddings_of(item) if tied_copy and is_output_layer(item) else item)
     return result

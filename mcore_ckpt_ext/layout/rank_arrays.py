@@ -10,7 +10,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import TensorPart, regions_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
-from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import Copies, StoredSlice
@@ -82,5 +82,5 @@ class RankArrays:
 
     def _part(self, name: str, tensor_rank: int) -> TensorPart:
         """Return the rank's part; expert-tensor ranks, which share experts, vary fastest (parallel_state.py)."""
-        ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
+        ranks = self._layout.expert_tensor if is_of_experts(name) else self._layout.tensor
         return TensorPart(tensor_rank % ranks, ranks, self._gated.get(name))

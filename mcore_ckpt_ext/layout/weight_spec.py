@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.layout.local_model import StoredWeight
-from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
 
@@ -28,7 +28,7 @@ class WeightSpec:
         shape = self.tensor.shape
         grid: list[tuple[int, ...]] = [(0,)] * len(shape)
         if self.axis is not None:
-            bands = self.parts * (expert_ranks if of_experts(self.tensor.name) else tensor_ranks)
+            bands = self.parts * (expert_ranks if is_of_experts(self.tensor.name) else tensor_ranks)
             size = shape[self.axis] // bands
             grid[self.axis] = tuple(size * band for band in range(bands))
         return StoredWeight(self.tensor, tuple(grid))

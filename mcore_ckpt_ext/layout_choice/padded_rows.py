@@ -26,7 +26,7 @@ class PaddedRows:
         """Return the number of rows for a tensor-parallel size, with the divisor that `divisor_for` returns."""
         return self._padded((self.divisor_for(tensor) or self._divisor) * tensor)
 
-    def by_default(self, tensor: int) -> int:
+    def default_rows(self, tensor: int) -> int:
         """Return the number of rows for a tensor-parallel size with the job's own divisor."""
         return self._padded(self._divisor * tensor)
 
@@ -42,7 +42,7 @@ class PaddedRows:
             None if the job's own divisor keeps them, or none does.
         """
         rows = self._stored
-        if not rows or rows % tensor or self.by_default(tensor) == rows:
+        if not rows or rows % tensor or self.default_rows(tensor) == rows:
             return None
         shares = rows // tensor
         padding = rows - self._tokens if self._tokens is not None else rows - 1

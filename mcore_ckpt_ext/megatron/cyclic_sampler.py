@@ -36,7 +36,7 @@ class DataHistory:
         name = getattr(split, "name", None)
         position = sampler.consumed_samples
         for_training = self.layouts
-        for_validation = [layout.for_validation for layout in self.layouts]
+        for_validation = [layout.validation_layout for layout in self.layouts]
         if name not in (_TRAINING, _VALIDATION):
             name = _TRAINING if position == for_training[-1].sample else None
             name = _VALIDATION if name is None and position == for_validation[-1].sample else name

@@ -69,7 +69,7 @@ def reading_fast(
         def stock(request: Any) -> Any:
             return original(self, request, checkpoint_dir, *more, **keywords)
 
-        started, here = time.monotonic(), session.for_folder(Path(str(checkpoint_dir)))
+        started, here = time.monotonic(), session.with_folder(Path(str(checkpoint_dir)))
         checked = opened if here is session else None
         answer, nbytes = _FastLoad(sharded_state_dict, here, checked, stock).run(index, read_once=read_once)
         if nbytes:

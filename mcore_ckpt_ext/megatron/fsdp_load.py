@@ -57,7 +57,7 @@ def load_into_fsdp(
         folder = folder_named(directory, arguments)
         if folder is None:
             return None
-        is_own = plain_backend(session.for_folder(folder).index) == FSDP_DTENSOR
+        is_own = plain_backend(session.with_folder(folder).index) == FSDP_DTENSOR
         return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=is_own))
 
     looked = agreed("looking at the checkpoint", inspect_here)[0]
@@ -67,7 +67,7 @@ def load_into_fsdp(
     explain(decision, folder)
     if decision.is_stock:
         return stock(), ""
-    here = session.for_folder(folder)
+    here = session.with_folder(folder)
     return agreed_here("opening the checkpoint", lambda: MegatronFsdpAdapter(here, arguments)).load(
         scope, arguments, stock
     )
@@ -123,7 +123,7 @@ def load_into_torch_fsdp(
     if folder is None or optimizer is None:
         return stock(), ""
     explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
-    here = session.for_folder(folder)
+    here = session.with_folder(folder)
     adapter = agreed_here("opening the checkpoint", lambda: TorchFsdpAdapter(here, arguments, chunks, optimizer))
     with adapter.returning_state():
         return adapter.load(scope, arguments, stock)

@@ -215,7 +215,7 @@ class _Load:
         assessment = load.assessment
         if assessment is None:
             return None
-        load.session = load.session.for_folder(assessment.folder)
+        load.session = load.session.with_folder(assessment.folder)
         if assessment.decision.is_stock and not assessment.is_presented:
             decision = with_order_compared(assessment.decision, load.session, lambda: self._chunks, self._optimizer)
             load.assessment = assessment = replace(assessment, decision=decision)
@@ -272,7 +272,7 @@ class _Load:
         def lacks() -> bool:
             if folder is None or arguments.finetune or not (folder / METADATA_FILE).is_file():
                 return False
-            return folder.name != RELEASE and lacks_random_states(load.session.for_folder(folder), arguments)
+            return folder.name != RELEASE and lacks_random_states(load.session.with_folder(folder), arguments)
 
         lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
         with self._skip_random_states(lacking):

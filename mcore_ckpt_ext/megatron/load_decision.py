@@ -163,7 +163,7 @@ def assess_live(
     common, name, release, kind = _common_state(scope, call, directory, session)
     if common is None or release or getattr(kind, "name", None) != "GLOBAL":
         return None
-    session = session.for_folder(Path(name))
+    session = session.with_folder(Path(name))
     return assess(session, job, common, lambda written: lacks_random_states(session, arguments, written))
 
 

@@ -33,7 +33,7 @@ class LoadSession:
         self.folder = folder
         self.index = FolderIndex(folder, shared)
 
-    def for_folder(self, folder: Path) -> LoadSession:
+    def with_folder(self, folder: Path) -> LoadSession:
         """Return this session, or another one if Megatron takes another folder than expected."""
         return self if self.index.is_of(folder) else LoadSession(folder)
 
@@ -79,4 +79,4 @@ def running_load(session: Callable[[], LoadSession]) -> Iterator[None]:
 def session_at(folder: Path) -> LoadSession:
     """Return the session of the load that Megatron performs now, if it is of this folder; else begin one."""
     session = PROCESS.one(RunningLoad).session
-    return LoadSession(folder) if session is None else session().for_folder(folder)
+    return LoadSession(folder) if session is None else session().with_folder(folder)

@@ -28,7 +28,7 @@ class MasterEvidence:
         return bool(self.matching and self.differing)
 
     @classmethod
-    def of_all_ranks(cls, own: MasterEvidence) -> MasterEvidence:
+    def from_all_ranks(cls, own: MasterEvidence) -> MasterEvidence:
         """Return the combined evidence of all ranks. Collective."""
         of_ranks = gather(own)
         return cls(

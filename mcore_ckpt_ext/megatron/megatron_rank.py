@@ -81,7 +81,7 @@ class MegatronRank(LiveRank):
         folder = folder_named(load.directory, load.arguments)
         if folder is None:
             return False
-        load.session = load.session.for_folder(folder)
+        load.session = load.session.with_folder(folder)
         return must_be_presented(load.session, load.arguments, megatron_version(), reads_zarr=reads_zarr)
 
     def assess(self, load: MegatronLoad) -> LoadAssessment | None:

@@ -46,7 +46,7 @@ def folder_to_present(directory: str | None, arguments: Any, begun: LoadSession 
     `begun`: the load so far, which may be of this folder.
     """
     folder = folder_named(directory, arguments)
-    session = None if folder is None else begun.for_folder(folder) if begun is not None else LoadSession(folder)
+    session = None if folder is None else begun.with_folder(folder) if begun is not None else LoadSession(folder)
     if session is None or not must_be_presented(session, arguments, megatron_version(), reads_zarr=reads_zarr):
         return None
     return session

@@ -60,7 +60,7 @@ def _stored_stacks(session: LoadSession, *, by_all: bool) -> LayerStacks | None:
         with suppress(CheckpointError, OSError):  # Megatron meets the error again and reports it
             index = session.checkpoint.format_reader.index
             if index is not None:
-                return LayerStacks.of_shapes({key: array.shape for key, array in index.arrays.items()})
+                return LayerStacks.from_shapes({key: array.shape for key, array in index.arrays.items()})
         return None
 
     return agreed("looking at the checkpoint", read)[0] if by_all else read()

@@ -43,7 +43,7 @@ class UncheckedLoads:
         if folder is None:
             return
         chunks = chunks_of(optimizer)
-        evidence = MasterEvidence.of_all_ranks(
+        evidence = MasterEvidence.from_all_ranks(
             agreed_here("comparing masters with weights", lambda: MasterEvidence.of(chunks, optimizer), _FILLED)
         )
         if not evidence.is_contradictory:

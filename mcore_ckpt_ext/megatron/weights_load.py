@@ -45,7 +45,7 @@ def load_weights_alone(
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock(), ""
-    session = sessions[-1].for_folder(folder)
+    session = sessions[-1].with_folder(folder)
     with presented(scope, session, chunks):
         result = stock()
     checkpoint = session.checkpoint

@@ -108,7 +108,7 @@ def is_of_prediction(name: str) -> bool:
     return name.removeprefix(language_prefix(name)).startswith("mtp.")
 
 
-def in_vocabulary(name: str) -> bool:
+def is_in_vocabulary(name: str) -> bool:
     """Return whether a parameter has a row for every token."""
     return is_word_embeddings(name) or is_output_layer(name) or is_output_layer(name.replace(".bias", ".weight"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, counted
-from mcore_ckpt_ext.model_space.names import Layer, in_layer, split_layer
+from mcore_ckpt_ext.model_space.names import Layer, layer_name, split_layer
 
 _ATTENTION = "*"
 _DENSE = "-"
@@ -58,7 +58,7 @@ def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict
         if layer is None:
             renamed[name] = name.replace(*_FINAL_NORM)
         elif layer.number in number_in_gpt:
-            renamed[name] = in_layer(Layer(layer.block, number_in_gpt[layer.number]), suffix)
+            renamed[name] = layer_name(Layer(layer.block, number_in_gpt[layer.number]), suffix)
         else:
             renamed[name] = None
     return renamed

@@ -46,7 +46,7 @@ class LayerStacks:
     layers: Mapping[str, int]
 
     @classmethod
-    def of_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> LayerStacks:
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> LayerStacks:
         """Return the form of each block whose arrays, given by key with their shapes, all have the same one."""
         forms: dict[str, set[int]] = {}
         for key, shape in shapes.items():

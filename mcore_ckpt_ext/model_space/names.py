@@ -275,12 +275,12 @@ def split_layer(name: str) -> tuple[Layer | None, str]:
     return (Layer(match[1], int(match[2])), match[3]) if match else (None, name)
 
 
-def in_layer(layer: Layer, suffix: str) -> str:
+def layer_name(layer: Layer, suffix: str) -> str:
     """Return the model-space name of a layer's parameter; the inverse of `split_layer`."""
     return f"{layer.block}.layers.{layer.number}.{suffix}"
 
 
-def of_experts(name: str) -> bool:
+def is_of_experts(name: str) -> bool:
     """Return whether a model-space name or a sharded key belongs to experts that tokens are routed to."""
     return ".experts.experts." in name
 

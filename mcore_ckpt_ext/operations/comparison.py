@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_names_of
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
+from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.comparison_result import (
@@ -38,7 +38,7 @@ from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_co
 from mcore_ckpt_ext.operations.difference_map import MapBuilder, Tally
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, metadata_differences
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, without_shifts
+from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, strip_shifts
 from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
@@ -232,7 +232,7 @@ class _Side:
     def __init__(self, checkpoint: CheckpointView, rows: int | None, as_stored: bool) -> None:
         self.checkpoint = checkpoint
         self.rows = rows
-        self.source = cached(without_shifts(checkpoint) if as_stored else checkpoint)
+        self.source = cached(strip_shifts(checkpoint) if as_stored else checkpoint)
         self.transfer = Transfer(checkpoint.reader, workers=1)
         self._rooms = Rooms()
         self.kinds = checkpoint.kinds()
@@ -246,7 +246,7 @@ class _Side:
         if tensor is None:
             where = f"{kind} {name}, {self.checkpoint.folder}"
             raise UnsupportedCheckpointError("a tensor has no elements", where=where)
-        if self.rows and in_vocabulary(name) and tensor.shape[0] > self.rows:
+        if self.rows and is_in_vocabulary(name) and tensor.shape[0] > self.rows:
             return replace(tensor, shape=(self.rows, *tensor.shape[1:]))
         return tensor
 

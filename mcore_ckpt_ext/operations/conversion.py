@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt_ext.communicator import Communicator, SingleProcess, on_all, total
+from mcore_ckpt_ext.communicator import Communicator, SingleProcess, run_on_all, total
 from mcore_ckpt_ext.continuity.data_order import has_saved_loader
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable, shorten
@@ -291,7 +291,7 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
 def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
     """Return a note if ranks hold different copies of one tensor; each process compares its share."""
     kinds, notes = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
-    on_all(team, lambda: notes.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
+    run_on_all(team, lambda: notes.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
     count = total(team, len(notes))
     return [in_words(notes, count)] if count else []
 
@@ -315,7 +315,7 @@ def _check_digests(checkpoint: CheckpointView, team: Communicator) -> None:
         for buffers in checkpoint.optimizer.buffers:
             check_digests(buffers, str(checkpoint.folder), (team.rank, team.size))
 
-    on_all(team, own)
+    run_on_all(team, own)
 
 
 def _check_readable(folder: Path, source: CheckpointView, laid_out: OutputPlan) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from mcore_ckpt_ext.communicator import Communicator, on_all, on_first
+from mcore_ckpt_ext.communicator import Communicator, run_on_all, run_on_first
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.destination import Destination
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
@@ -51,15 +51,15 @@ class LocalOutput:
         publication = self._publication
         notes: list[str] = []
         try:
-            on_first(team, lambda: publication.open(force=force, resume=resume))
-            on_all(team, publication.join)
-            on_first(team, lambda: lay_out((file for file in output.files if not file.last), publication.content))
-            on_all(team, lambda: self._fill(output, filler, progress))
+            run_on_first(team, lambda: publication.open(force=force, resume=resume))
+            run_on_all(team, publication.join)
+            run_on_first(team, lambda: lay_out((file for file in output.files if not file.last), publication.content))
+            run_on_all(team, lambda: self._fill(output, filler, progress))
             # These files mark the checkpoint as complete.
-            on_first(team, lambda: lay_out((file for file in output.files if file.last), publication.content))
+            run_on_first(team, lambda: lay_out((file for file in output.files if file.last), publication.content))
             for check in checks:
-                on_first(team, check)
-            on_first(team, lambda: notes.extend(publication.publish()))
+                run_on_first(team, check)
+            run_on_first(team, lambda: notes.extend(publication.publish()))
         finally:
             publication.close()
         return notes
@@ -126,22 +126,22 @@ class RemoteOutput:
                 filler.note_written(record)
             filler.finish(self._workers)
 
-        on_first(team, lambda: self._upload.open(force=force, resume=resume))
-        on_all(team, self._upload.join)
-        on_all(team, share)
-        on_first(team, unchanged)
-        on_first(team, self._upload.check_claim)
+        run_on_first(team, lambda: self._upload.open(force=force, resume=resume))
+        run_on_all(team, self._upload.join)
+        run_on_all(team, share)
+        run_on_first(team, unchanged)
+        run_on_first(team, self._upload.check_claim)
         last = [file for file in output.files if file.last]
         try:
             for file in last:
-                on_first(team, lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
-            on_first(team, check_readable)
+                run_on_first(team, lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
+            run_on_first(team, check_readable)
         except BaseException:  # interrupts included
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])
             raise
         notes: list[str] = []
-        on_first(team, lambda: notes.extend(self._upload.publish()))
+        run_on_first(team, lambda: notes.extend(self._upload.publish()))
         return notes
 
     def _make(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from mcore_ckpt_ext.communicator import on_all
+from mcore_ckpt_ext.communicator import run_on_all
 from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, counted
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -85,7 +85,7 @@ class StoredChecksums:
 
     def check(self, confirmed: Confirmed, workers: Workers, advance: Advance, results: Results) -> None:
         """Compare all checksums except those in `confirmed`, which are known to be right."""
-        on_all(workers.team, lambda: read_rest(confirmed, workers.count))
+        run_on_all(workers.team, lambda: read_rest(confirmed, workers.count))
         for verified, verified_records in workers.team.gather((confirmed.verified, confirmed.verified_records)):
             confirmed.add(verified, verified_records)
         if self._manifest_bytes:

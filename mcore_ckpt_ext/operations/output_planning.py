@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.target import Target, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout_choice.expert_rules import undivided_experts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
-from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.layout_rules import check_files, refused_layout
 
@@ -68,7 +68,7 @@ def _check_experts(checkpoint: CheckpointView, requested: int | None) -> None:
         UsageError: the model has no experts.
         UnsupportedCheckpointError: the ranks cannot have equally many of them.
     """
-    if requested is not None and requested > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
+    if requested is not None and requested > 1 and not any(map(is_of_experts, checkpoint.names(WEIGHT))):
         raise UsageError(
             "the model has no experts to distribute over expert-parallel ranks",
             found=f"--expert-model-parallel-size {requested}",

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
 )
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.model_space.anatomy import (
-    in_vocabulary,
+    is_in_vocabulary,
     language_prefix,
     pipelined_block,
     precedes_layers,
@@ -58,7 +58,7 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
             continue
         width = _bytes_of(tensor.dtype)
         in_memory, stored, is_distributed = states.of(name, width)
-        rows_of_tokens = in_vocabulary(name)
+        rows_of_tokens = is_in_vocabulary(name)
         shape = tensor.shape
         if rows_of_tokens and checkpoint.tokens is not None:
             shape = (min(checkpoint.tokens, shape[0]), *shape[1:])

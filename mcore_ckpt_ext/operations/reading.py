@@ -28,7 +28,7 @@ def cached(source: Source) -> SourceView:
     )
 
 
-def without_shifts(source: Source) -> SourceView:
+def strip_shifts(source: Source) -> SourceView:
     """Return a source whose numbers are read as stored, without the shift that model space applies."""
     return replace(
         SourceView.of(source),

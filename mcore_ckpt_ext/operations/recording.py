@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.communicator import on_first
+from mcore_ckpt_ext.communicator import run_on_first
 from mcore_ckpt_ext.errors import (
     ContentError,
     UnreadableCheckpointError,
@@ -132,7 +132,7 @@ def record(path: Path, folder: Path, content: Content, digests: Digests, workers
     """
     files = file_digests(folder, path, digests.files, workers)
     manifest = Manifest(files, tuple(tensor_digests(content, digests.tensors, workers)))
-    on_first(workers.team, lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
+    run_on_first(workers.team, lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
 
 
 def compare(

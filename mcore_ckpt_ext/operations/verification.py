@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, on_all
+from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, run_on_all
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import (
     CheckpointError,
@@ -284,7 +284,7 @@ class _Run:
         if _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
             return
         state: list[bool] = []
-        on_all(self._workers.team, lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
+        run_on_all(self._workers.team, lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
         # Without an account there is damage that keeps the keys from being listed, and that other checks report.
         if checkpoint.optimizer_format and not state[0] and self.results.account is not None:
             self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)

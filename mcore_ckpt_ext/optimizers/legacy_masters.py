@@ -25,7 +25,7 @@ from mcore_ckpt_ext.layout.master_check import first_mismatch
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
+from mcore_ckpt_ext.model_space.names import is_module_buffer, is_of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
@@ -114,7 +114,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         apart = any(queue.of_experts for queue in queues)
         for name, weight in rank.parameters:
             candidates = [
-                queue.items for queue in queues if queue.items and queue.of_experts == (apart and of_experts(name))
+                queue.items for queue in queues if queue.items and queue.of_experts == (apart and is_of_experts(name))
             ]
             fitting = [items for items in candidates if self._fits(items[0], weight, rank.place)]
             if len(fitting) > 1:

@@ -85,7 +85,7 @@ class StoredKeys:
     label: str | None
     read_object: Callable[[str], Any]
 
-    def of_optimizers(self) -> StoredKeys:
+    def optimizer_keys(self) -> StoredKeys:
         """Return the keys of optimizers, without those of the model and the job."""
         return self.only([key for key in (*self.arrays, *self.objects) if _OPTIMIZER_KEY.match(key)])
 

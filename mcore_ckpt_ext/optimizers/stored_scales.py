@@ -39,4 +39,4 @@ def proof_at_stored_scales(weights: Source, names: Iterable[str], proof: Proof, 
     payloads = [transfer.locate(stored.extent) for name in names for stored in weights.stored(WEIGHT, name)]
     scaled = [(payload.dtype.torch, payload.scaled[0]) for payload in payloads if payload.scaled is not None]
     steps = [smallest_step(dtype, scale) for dtype, scale in scaled]
-    return proof.at_step(max(steps, default=0.0))
+    return proof.proof_at_step(max(steps, default=0.0))

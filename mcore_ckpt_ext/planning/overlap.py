@@ -83,7 +83,7 @@ class Runs:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def in_parts(runs: Iterable[Run], limit: int) -> Iterator[Run]:
+def split_runs(runs: Iterable[Run], limit: int) -> Iterator[Run]:
     """Split runs into runs of at most `limit` elements, keeping the order of elements."""
     for source, target, length, count, source_stride, target_stride in runs:
         at_once = max(1, limit // length)

@@ -196,7 +196,7 @@ class Plan:
         """Payload bytes that executing the plan reads."""
         return sum(copy.runs.numel * ITEM_SIZE[copy.extent.dtype] for copy in self.copies)
 
-    def of_kind(self, kind: str) -> Plan:
+    def part_of_kind(self, kind: str) -> Plan:
         """Return the part of the plan for destinations of one kind, with unchanged target indices."""
         chosen = {index for index, target in enumerate(self.wanted) if target.kind == kind}
         return Plan(

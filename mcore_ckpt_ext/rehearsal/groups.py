@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_ckpt_ext.formats.param_group_assignment import decay_of, decays_by_rule, is_decoupled
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.model_space.names import of_experts as is_of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, Group, identity, rule_of, with_defaults
 
 _BOUNDS_OF_RATES = {"max_lr": "lr", "min_lr": "min_lr"}

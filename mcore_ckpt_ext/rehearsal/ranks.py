@@ -19,8 +19,8 @@ from mcore_ckpt_ext.layout.parameter_order import known_orders, registration_ord
 from mcore_ckpt_ext.megatron.live.job import RankSummary
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
-from mcore_ckpt_ext.model_space.anatomy import in_vocabulary
-from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
+from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary
+from mcore_ckpt_ext.model_space.names import is_module_buffer, is_of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -77,7 +77,7 @@ class SimulatedJob:
         gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
         weights = {}
         for name, tensor in tensors.items():
-            ranks = self.layout.expert_tensor if of_experts(name) else self.layout.tensor
+            ranks = self.layout.expert_tensor if is_of_experts(name) else self.layout.tensor
             is_whole = is_module_buffer(name)
             grid = (
                 tuple((0,) for _ in tensor.shape)
@@ -111,7 +111,7 @@ class SimulatedJob:
         Returns:
             Empty if that order is unknown.
         """
-        order = known_orders(self.arguments)[0].of_version(self._version)
+        order = known_orders(self.arguments)[0].order_of_version(self._version)
         last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
         orders = []
         for pipeline, chunks in enumerate(self.models.chunks or []):
@@ -179,7 +179,7 @@ class SimulatedJob:
                     yield ModelRank(pipeline, tensor, expert)
 
     def _regions(self, name: str, tensor: int) -> tuple[Region, ...]:
-        size = self.layout.expert_tensor if of_experts(name) else self.layout.tensor
+        size = self.layout.expert_tensor if is_of_experts(name) else self.layout.tensor
         regions = self.models.regions(name, tensor % size)
         if regions is None:
             raise UnsupportedCheckpointError("the tensor-parallel split of a parameter is unknown", where=name)
@@ -191,13 +191,13 @@ class SimulatedJob:
         job = self.arguments
         tensor = replace(tensor, dtype=dtype_of(tensor.dtype, job))
         rows = job.padded_vocab_size
-        if in_vocabulary(name) and rows is not None:
+        if is_in_vocabulary(name) and rows is not None:
             tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
         return tensor
 
     def _wanted(self, regions: tuple[Region, ...]) -> TargetSlice:
         tensors = {region.name: self._tensors[region.name] for region in regions}
-        return TargetSlice(WEIGHT, Slice.whole(regions), tensors, may_pad=in_vocabulary(regions[0].name))
+        return TargetSlice(WEIGHT, Slice.whole(regions), tensors, may_pad=is_in_vocabulary(regions[0].name))
 
     def _shard(self, name: str, regions: tuple[Region, ...]) -> SimulatedShard:
         target = self._wanted(regions)

@@ -174,7 +174,7 @@ class _Rehearsing:
         ranks = SimulatedRanks(1, nothing, nothing, self._request.version, self._request.team, full=False)
         ranks.perform((*LOOKING, *CHECKING), load)
         folder = iteration_folder(path)
-        load.session = load.session.for_folder(folder)
+        load.session = load.session.with_folder(folder)
         self._plain = replace(self._plain, path=str(folder))
         return load
 
@@ -233,7 +233,7 @@ class _Rehearsing:
         tokens = running.tokens or checkpoint.tokens
         if tokens is None and checkpoint.vocabulary_rows is not None:
             yield "its tokenizer has no tokens beyond the rows of the checkpoint: how many there are is not stored"
-        if rest := account_of_load(checkpoint).in_words:
+        if rest := account_of_load(checkpoint).sentence:
             yield rest
         if simulated.frozen:
             yield f"parameters without optimizer state are frozen in the job, too: {join_some(simulated.frozen, 3)}"

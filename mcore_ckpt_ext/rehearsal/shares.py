@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 
-from mcore_ckpt_ext.communicator import Communicator, on_all
+from mcore_ckpt_ext.communicator import Communicator, run_on_all
 from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.megatron.live.master_check import prove
@@ -96,7 +96,7 @@ class Shares:
                         wrong.extend((pipeline, number) for number in refused)
                     self._count(alike, copies)
 
-        on_all(self._team, work)
+        run_on_all(self._team, work)
         self._refuse_any(phase, wrong, self._plan)
 
     def find_weights(self) -> None:
@@ -120,7 +120,7 @@ class Shares:
                     self._figures.weights += target.slice.numel
                     self._figures.bytes_read += read * ranks
 
-        on_all(self._team, work)
+        run_on_all(self._team, work)
         places = sorted(set().union(*self._team.gather(missing)))
         if places:
             pipeline, number = places[0]
@@ -150,7 +150,7 @@ class Shares:
                     except ContentError:
                         wrong.append((pipeline, number))
 
-        on_all(self._team, work)
+        run_on_all(self._team, work)
         self._refuse_any(phase, wrong, self._prove)
 
     def _stages(self) -> Iterator[tuple[int, list[Held]]]:

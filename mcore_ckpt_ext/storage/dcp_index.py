@@ -24,7 +24,7 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE as METADATA_FILE
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.pickle_stubs import Record
-from mcore_ckpt_ext.storage.plain_pickle import without_last
+from mcore_ckpt_ext.storage.plain_pickle import strip_last
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
@@ -76,7 +76,7 @@ class SharedIndex:
 
     def without_plans(self) -> SharedIndex:
         """Return this index with the ranks' plans, which are more than half of it, replaced by True."""
-        short = without_last(self.data, PLANS, _PARTS)
+        short = strip_last(self.data, PLANS, _PARTS)
         if short is not None:
             shortened = SharedIndex(self.folder, short, self.size, digest=self.digest)
             with suppress(ContentError):  # the plans were not the last attribute
@@ -158,7 +158,7 @@ def read_index(folder: Path) -> DcpIndex:
     path = folder / METADATA_FILE
     with _damage_reported(path):
         data = _file(folder)
-        short = without_last(data, PLANS, _PARTS)
+        short = strip_last(data, PLANS, _PARTS)
         if short is None:
             return index_of(_metadata(data, str(path)))
         del data  # freed before objects are created: both are most of the memory of `inspect`
@@ -201,7 +201,7 @@ def _file(folder: Path) -> bytes:
 
 def _parsed(data: bytes, path: Path) -> DcpIndex:
     with _damage_reported(path):
-        metadata = _load_without_plans(without_last(data, PLANS, _PARTS), str(path))
+        metadata = _load_without_plans(strip_last(data, PLANS, _PARTS), str(path))
         return index_of(_metadata(data, str(path)) if metadata is None else metadata)
 
 

@@ -32,7 +32,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         key = str(cast("Any", path).path)
         # A local file given as a remote path is treated like every other local file.
         is_local = not _LOCAL.isdisjoint([files.protocol] if isinstance(files.protocol, str) else files.protocol)
-        return Path(key) if is_local else cast("Path", StorePath.of_file_system(files, key))
+        return Path(key) if is_local else cast("Path", StorePath.from_file_system(files, key))
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError("this is not a path", found=f"{path!r}", expected="a string or a path object")
     text = os.fspath(path)

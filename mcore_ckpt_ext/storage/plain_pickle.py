@@ -113,7 +113,7 @@ def plain_form(data: bytes) -> bytes | None:
         position = end
 
 
-def without_last(data: bytes, attribute: str, needed: Sequence[str]) -> bytes | None:
+def strip_last(data: bytes, attribute: str, needed: Sequence[str]) -> bytes | None:
     """Return the pickle of an object with its last attribute, a list, replaced by True.
 
     Only bytes are compared, so the caller must check the loaded object: the list may not have been its last attribute.

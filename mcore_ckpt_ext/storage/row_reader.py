@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from mcore_ckpt_ext.lazy_torch import numpy, torch
-from mcore_ckpt_ext.planning.overlap import Run, in_parts
+from mcore_ckpt_ext.planning.overlap import Run, split_runs
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 
@@ -54,7 +54,7 @@ class RowReader:
         """
         memory = bytes_of(destination)
         size = location.dtype.itemsize
-        runs = runs if on_read is None else in_parts(runs, _SHOWN_BYTES // size)
+        runs = runs if on_read is None else split_runs(runs, _SHOWN_BYTES // size)
         for source, target, length, count, source_stride, target_stride in runs:
             offset = location.offset + source * size
             begin = target * size

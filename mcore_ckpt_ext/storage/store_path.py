@@ -70,7 +70,7 @@ class StorePath:
         return cls._joined(files, key, address)
 
     @classmethod
-    def of_file_system(cls, files: Any, key: str) -> StorePath:
+    def from_file_system(cls, files: Any, key: str) -> StorePath:
         """Return the path of a file or folder of a file system of fsspec."""
         return cls._joined(files, key, files.unstrip_protocol(key))
 

@@ -69,8 +69,8 @@ def _check_state_dict(model: Any, plain: nn.Module, state: Any, own: Any) -> Non
     expected: Any = plain.state_dict()
     assert identical(state, expected)
     assert state._metadata == expected._metadata
-    on_first = model.state_dict(strict=True)
-    assert identical(on_first, expected) if dist.get_rank() == 0 else not on_first
+    run_on_first = model.state_dict(strict=True)
+    assert identical(run_on_first, expected) if dist.get_rank() == 0 else not run_on_first
     assert identical(model._non_strict_state_dict(only_rank_0=False), own)
     assert identical(model.state_dict(strict=False, only_rank_0=False), own)
     assert not identical(own, expected), "ColossalAI rounds"

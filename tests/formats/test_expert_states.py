@@ -22,9 +22,9 @@ from mcore_ckpt_ext.formats.expert_states import (
     emptied_state,
     grouped_experts,
     joined_state,
-    of_each_expert,
     scaling_of,
     split_state,
+    states_of_experts,
 )
 from mcore_ckpt_ext.formats.portable_state import writable_extra_states
 from mcore_ckpt_ext.storage.archive_writer import archive_of
@@ -177,7 +177,7 @@ def test_experts_that_cannot_have_one_state(recipe: Any) -> None:
 
 
 def test_states_of_all_that_could_not_be_split_are_emptied() -> None:
-    found, (note,) = of_each_expert({GROUPED: as_bytes(b"\1"), OTHER: as_bytes(b"\2")}, 2)
+    found, (note,) = states_of_experts({GROUPED: as_bytes(b"\1"), OTHER: as_bytes(b"\2")}, 2)
     assert [content_of(state) for state in found.values()] == [b"", b"", b"\2"]
     assert note.startswith("extra states of 1 module are written empty, because one stored state covers several")
 

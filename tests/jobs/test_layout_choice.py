@@ -34,7 +34,7 @@ from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.rules import violations
 from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.layout_choice.stage_split import applied_split
-from mcore_ckpt_ext.model_space.anatomy import in_vocabulary
+from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
 from mcore_ckpt_ext.versions import Version, parse_version
 from tests.harness import checkouts
@@ -166,7 +166,7 @@ def table_of(result: Mapping[str, Any]) -> tuple[JobArguments, ModelTable]:
         for name, part in parts_of(model_space_name(local, 0, 0, job), tuple(shape), 1, job).items():
             layer, _ = split_layer(name)
             place = layer.number if layer else (-1 if name.startswith("embedding.") else place_after_layers(name, job))
-            tokens = in_vocabulary(name)
+            tokens = is_in_vocabulary(name)
             whole = (job.vocab_size, *part[1:]) if tokens else part
             cut = whole_cut(name, part, job)
             parameters.append(Parameter(name, whole, 2, place, cut, parse(name).expert, tokens, 12, 12))

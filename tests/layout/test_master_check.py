@@ -130,10 +130,10 @@ def test_the_scale_defines_what_is_near_if_all_weights_are_zero() -> None:
     assert not weight.any()
     step = smallest_step(E4M3, 1.0)
     assert WITHIN_FP8.first_mismatch(master, weight) is not None
-    assert WITHIN_FP8.at_step(step).first_mismatch(master, weight) is None
-    assert WITHIN_FP8.at_step(step / 2).first_mismatch(master, weight) is not None
-    assert weaker_of(WITHIN_FP8, WITHIN_FP8.at_step(step)).first_mismatch(master * 1.9, weight) is None
-    assert BY_ROUNDING.at_step(step) is BY_ROUNDING
+    assert WITHIN_FP8.proof_at_step(step).first_mismatch(master, weight) is None
+    assert WITHIN_FP8.proof_at_step(step / 2).first_mismatch(master, weight) is not None
+    assert weaker_of(WITHIN_FP8, WITHIN_FP8.proof_at_step(step)).first_mismatch(master * 1.9, weight) is None
+    assert BY_ROUNDING.proof_at_step(step) is BY_ROUNDING
 
 
 def test_weights_that_were_quantized_again_at_another_scale() -> None:

@@ -62,7 +62,7 @@ def test_a_comparison_reads_the_index_of_each_side_once(parsed: list[str]) -> No
 def test_what_is_opened_within_a_session_shares_its_index(parsed: list[str]) -> None:
     folder = fixture_named("p50").iteration
     session = LoadSession(folder)
-    assert session.for_folder(folder / ".." / folder.name) is session
+    assert session.with_folder(folder / ".." / folder.name) is session
     assert session.checkpoint is session.checkpoint
     assert session.with_orders(()).names("weight") == session.checkpoint.names("weight")
     assert parsed == ["parsed"]

@@ -14,5 +14,5 @@ def test_a_job_of_one_rank_has_the_evidence_of_that_rank(
     matching: list[str], differing: list[str], is_contradictory: bool
 ) -> None:
     own = MasterEvidence(matching, differing)
-    assert MasterEvidence.of_all_ranks(own) == own
+    assert MasterEvidence.from_all_ranks(own) == own
     assert own.is_contradictory is is_contradictory

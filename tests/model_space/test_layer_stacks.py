@@ -32,7 +32,7 @@ def test_parameters_outside_layers_have_no_layer() -> None:
 
 
 def test_blocks_of_both_forms_are_unknown() -> None:
-    stacks = LayerStacks.of_shapes(
+    stacks = LayerStacks.from_shapes(
         {
             "decoder.layers.a": (4, 8),
             "decoder.layers.b": (4, 8, 8),

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.adapters import adapters_of
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank, to_bridge_name
 from mcore_ckpt_ext.model_space.anatomy import (
-    in_vocabulary,
+    is_in_vocabulary,
     is_language_block,
     language_prefix,
     pipelined_block,
@@ -21,7 +21,7 @@ from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import (
     LayerSpec,
     ParameterName,
-    in_layer,
+    layer_name,
     name_at,
     own_name,
     parse,
@@ -65,7 +65,7 @@ def test_parsing_and_formatting_round_trip(name: ParameterName) -> None:
     assert parse(str(name)) == name
     layer, suffix = split_layer(str(name))
     assert layer == (None if name.layer is None else (name.block, name.layer))
-    assert str(name) == (suffix if layer is None else in_layer(layer, suffix))
+    assert str(name) == (suffix if layer is None else layer_name(layer, suffix))
 
 
 @given(NAMES, st.booleans())
@@ -217,8 +217,8 @@ def test_the_rows_of_a_vocabulary() -> None:
         "output_layer.bias",
         "lm_head.output_layer.bias",
     ]
-    assert all(in_vocabulary(prefix + name) for name in tables for prefix in ("", "language_model."))
-    assert not any(map(in_vocabulary, ["pooler.dense.weight", "vision_model.position_embeddings.weight", *LLAVA]))
+    assert all(is_in_vocabulary(prefix + name) for name in tables for prefix in ("", "language_model."))
+    assert not any(map(is_in_vocabulary, ["pooler.dense.weight", "vision_model.position_embeddings.weight", *LLAVA]))
     assert [language_prefix(name) for name in LLAVA] == ["language_model.", ""]
 
 

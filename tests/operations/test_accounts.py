@@ -147,7 +147,7 @@ def test_a_vision_part_that_nobody_describes(wholes: Path, tmp_path: Path) -> No
     assert account is not None
     vision = {name for name in tensors(tmp_path / "whole") if "vision_tower" in name or "multi_modal" in name}
     assert {item.key for item in account.not_looked_at} == vision
-    assert "not looked at: " in account.in_words
+    assert "not looked at: " in account.sentence
 
 
 def test_a_tensor_that_nobody_knows_in_folders_of_weights(wholes: Path, tmp_path: Path) -> None:

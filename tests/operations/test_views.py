@@ -18,7 +18,7 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
 from mcore_ckpt_ext.families.vision import PREFIX
-from mcore_ckpt_ext.formats.adapter_only import for_model, with_bridge_names
+from mcore_ckpt_ext.formats.adapter_only import adapters_on_model, with_bridge_names
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model
 from mcore_ckpt_ext.formats.merged import merged_view
@@ -94,7 +94,7 @@ def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
         (without_optimizer, NO_OPTIMIZER),
         (lambda source: with_layer_form(source, {}), set()),
         (lambda source: with_layer_form(source, {"hetereogenous_dist_checkpoint": True}), FORM),
-        (lambda source: for_model(source, source), {"base_model"}),
+        (lambda source: adapters_on_model(source, source), {"base_model"}),
         (with_first_moments, set()),
     ],
     ids=[

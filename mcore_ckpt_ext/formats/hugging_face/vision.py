@@ -55,7 +55,7 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
         named = {name: self._kind.ours(name) for name in self._vision}
         self.left_out = [name for name in self.left_out if name not in named]
         shapes = {
-            ours: self._kind.in_megatron(ours, self._vision[name].shape)
+            ours: self._kind.megatron_shape(ours, self._vision[name].shape)
             for name, ours in named.items()
             if ours is not None
         }
@@ -203,7 +203,7 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
     tower = VISION_TOWERS[checkpoint.whole_model.kind]
     tensors = family.tensors(arguments, _STACKED if tower.experts else None)
     written = map(turned_stack, tensors) if tower.experts else tensors
-    return [replace(tensor, name=tower.in_folder(tensor.name)) for tensor in written]
+    return [replace(tensor, name=tower.folder_name(tensor.name)) for tensor in written]
 
 
 def checked_whole(

@@ -15,8 +15,8 @@ from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, registration_order
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, second_names
-from mcore_ckpt_ext.model_space.names import of_experts, parse
+from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary, second_names
+from mcore_ckpt_ext.model_space.names import is_of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import TargetSlice
@@ -45,7 +45,7 @@ class TargetModels:
         self._twice = second_names(tensors)
         weights = {}
         for name, tensor in tensors.items():
-            ranks = layout.expert_tensor if of_experts(name) else layout.tensor
+            ranks = layout.expert_tensor if is_of_experts(name) else layout.tensor
             grid = shard_grid(name, tensor.shape, ranks, arguments, version, gated.get(name))
             weights[name] = StoredWeight(tensor, grid)
         self.local = LocalModels(weights, arguments, layout, has_expert_optimizer=layout.expert > 1)
@@ -121,7 +121,7 @@ class TargetModels:
         name = self._twice.get(name, name)
         if name in self.local.weights:
             tensor = self.local.weights[name].tensor
-            ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
+            ranks = self._layout.expert_tensor if is_of_experts(name) else self._layout.tensor
             regions = self._regions(name, rank.tensor % ranks)
         else:
             tensor = self._padded(name)
@@ -146,12 +146,12 @@ class TargetModels:
             tensor.name: tensor,
             **{name: replace(weights[name].tensor, dtype=tensor.dtype) for name in others},
         }
-        return TargetSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
+        return TargetSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=is_in_vocabulary(tensor.name))
 
     def _padded(self, name: str) -> LogicalTensor:
         """Return a weight with the vocabulary padded for the target's tensor parallel size."""
         tensor = self._checkpoint.named_tensor(WEIGHT, name)
-        if in_vocabulary(name):
+        if is_in_vocabulary(name):
             return replace(tensor, shape=(self._arguments.whole("padded_vocab_size"), *tensor.shape[1:]))
         return tensor
 

@@ -57,7 +57,7 @@ class LegacyRank:
         return f"mp_rank_{self.tensor:02d}{pipeline}{expert}"
 
     @classmethod
-    def of_folder(cls, folder: str, layout: ParallelLayout) -> LegacyRank:
+    def from_folder(cls, folder: str, layout: ParallelLayout) -> LegacyRank:
         """Return the rank whose folder has this name in a job of that layout."""
         match = _RANK_FOLDER.match(folder)
         tensor, *rest = [int(number) for number in match.groups() if number is not None] if match else [0]
@@ -153,7 +153,7 @@ class RankFolders:
             UnreadableCheckpointError: the folders cannot come from one save of a job of that layout.
         """
         names = folder_names(self._folder)
-        states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
+        states = [RankState(LegacyRank.from_folder(name, layout), name, self._load(name)) for name in names]
         states.sort(key=lambda state: (state.rank.pipeline, state.rank.expert, state.rank.tensor))
         odd = _odd_places([state.rank for state in states], layout)
         if odd:

@@ -41,10 +41,10 @@ from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     UNKNOWN,
     UnreadState,
-    in_common_state,
-    in_optimizer,
     joined,
     tensors_in,
+    unread_common_state,
+    unread_optimizer_state,
 )
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
@@ -261,8 +261,8 @@ class LegacyCheckpoint(FormatReader):
         for rank_state in self._ranks:
             read_keys = {*COMMON_KEYS, *filter(is_model_chunk, rank_state.state), "rng_state", "total_iters"}
             common = {key: value for key, value in rank_state.state.items() if key != "optimizer"}
-            unread_states += in_common_state(common, read_keys)
-            of_optimizers = [item for optimizer in rank_state.optimizers for item in in_optimizer(optimizer)]
+            unread_states += unread_common_state(common, read_keys)
+            of_optimizers = [item for optimizer in rank_state.optimizers for item in unread_optimizer_state(optimizer)]
             if self._keeps_whole_state:
                 of_optimizers = [item for item in of_optimizers if not _is_in_masters(item.key)]
             unread_states += of_optimizers

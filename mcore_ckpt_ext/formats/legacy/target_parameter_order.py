@@ -9,7 +9,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder, filters_first, known_orders
-from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
+from mcore_ckpt_ext.model_space.names import Layer, is_of_experts, split_layer
 
 
 def order_for(
@@ -32,7 +32,7 @@ def order_for(
     registered = _registered(checkpoint)
     for order in known_orders(arguments):
         if all(_agrees(order, names) for names in registered):
-            return order.of_version(version)
+            return order.order_of_version(version)
     if any(filters_first(names) not in (None, FILTERS_ARE_FIRST.is_of(version)) for names in registered):
         raise UnsupportedCheckpointError(
             "the model registers its parameters in an unknown order, and that version orders those of Mamba "
@@ -41,7 +41,7 @@ def order_for(
             hint="use --to torch_dist, which does not depend on the order",
         )
     if checkpoint.has_expert_optimizer == has_expert_optimizer or not any(
-        of_experts(name) for names in registered for name in names
+        is_of_experts(name) for names in registered for name in names
     ):
         return ObservedOrder("the source's own model", registered)
     raise UnsupportedCheckpointError(

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import inner_state
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.names import is_of_experts
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.groups import rule_of, rule_that_keeps
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS
@@ -46,7 +46,7 @@ class WholeStates:
             for name in state.names(kind) if kind != FP32_PARAM else ():
                 self._kinds[name].append(kind)
 
-    def of_rank(self, parameters: Sequence[str], part: Part) -> Any:
+    def state_of_rank(self, parameters: Sequence[str], part: Part) -> Any:
         """Return the rank's entry `optimizer`: the state of a single optimizer, or a list of several.
 
         Args:
@@ -119,6 +119,6 @@ class WholeStates:
     def _steps(self, child: Mapping[str, Any], name: str) -> bool:
         groups = inner_state(child)["param_groups"]
         experts = any(group.get("is_expert_parallel") for group in groups)
-        if experts != (self._has_expert_optimizer and of_experts(name)):
+        if experts != (self._has_expert_optimizer and is_of_experts(name)):
             return False
         return any(rule_of(group) == rule_that_keeps(self._kinds[name]) for group in groups)

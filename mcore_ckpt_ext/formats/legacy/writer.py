@@ -148,7 +148,9 @@ class LegacyTarget:
             state |= {f"model{number}": chunk for number, chunk in enumerate(chunks)}
         if self._whole is not None:
             parameters = [name for stage in self._models.stages for name in self._models.parameters(rank, stage)]
-            state["optimizer"] = self._whole.of_rank(parameters, lambda kind, name: self._models.part(name, rank, kind))
+            state["optimizer"] = self._whole.state_of_rank(
+                parameters, lambda kind, name: self._models.part(name, rank, kind)
+            )
         elif self._flat is not None:
             state["optimizer"] = self._flat.settings(rank)
         if self._same_ranks:

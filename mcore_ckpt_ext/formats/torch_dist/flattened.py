@@ -26,7 +26,7 @@ from mcore_ckpt_ext.formats.unread_state import (
     UNKNOWN,
     UnreadState,
     joined,
-    of_the_job,
+    unread_job_state,
 )
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.optimizers.table import format_name
@@ -110,7 +110,7 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
             if key.split(".")[0] in COMMON_KEYS or self._is_taken(key):
                 continue
             if key.startswith((RANDOM_STATE, RERUN_STATE)):
-                yield of_the_job(key.partition(".")[0], nbytes)
+                yield unread_job_state(key.partition(".")[0], nbytes)
             else:
                 yield UnreadState(key, UNKNOWN if key.startswith("optimizer.") else OTHER, nbytes)
 

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
     pipelined_block,
     word_embeddings_in,
 )
-from mcore_ckpt_ext.model_space.names import of_experts, parse
+from mcore_ckpt_ext.model_space.names import is_of_experts, parse
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
@@ -104,7 +104,7 @@ def _groups(index: DcpIndex) -> dict[int, int]:
 
 def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
     """Infer sizes from an experts' optimizer: a group per expert-tensor, expert and pipeline rank."""
-    keys = [key for key in index.arrays if of_experts(key) and key.endswith("linear_fc2.weight")]
+    keys = [key for key in index.arrays if is_of_experts(key) and key.endswith("linear_fc2.weight")]
     columns = {
         len({chunk.offsets[-1] for chunk in index.arrays[key].chunks}) for key in keys if index.arrays[key].shape
     }

@@ -27,11 +27,11 @@ from mcore_ckpt_ext.formats.unread_state import (
     RERUN_STATE,
     UNKNOWN,
     UnreadState,
-    in_common_state,
     joined,
-    of_the_job,
     optimizer_kind,
     tensors_in,
+    unread_common_state,
+    unread_job_state,
 )
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
@@ -149,7 +149,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         label = sharding_type(self.common)
         return StoredKeys(
             index.arrays, index.objects, index.natural_shapes, index.chunks_show_parameters, label, self.object
-        ).of_optimizers()
+        ).optimizer_keys()
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
@@ -177,7 +177,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @override
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
         within = self._unread_in_objects() if objects else ()
-        return joined([*self._unread_keys(), *in_common_state(self.common, COMMON_KEYS), *within])
+        return joined([*self._unread_keys(), *unread_common_state(self.common, COMMON_KEYS), *within])
 
     def _unread_keys(self) -> Iterator[UnreadState]:
         """Yield arrays and objects of the index that are not read."""
@@ -188,7 +188,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 yield UnreadState(key, optimizer_kind(key), nbytes)
         for key, place in self.index.objects.items():
             if key.startswith(RERUN_STATE):
-                yield of_the_job(key.rpartition("/shard_")[0], place.length)
+                yield unread_job_state(key.rpartition("/shard_")[0], place.length)
             elif key not in claimed and not _is_read(key):
                 yield UnreadState(key, optimizer_kind(key), place.length)
 

@@ -52,7 +52,7 @@ from mcore_ckpt_ext.job.releases import (
 )
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
-from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE, is_of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.table import portable_format
@@ -193,13 +193,13 @@ class TorchDistTarget:
         """
         if kind == WEIGHT or not self._has_expert_optimizer or not MARKS_CHAINED_KEYS.is_of(self._version):
             return ""
-        return f"chained_{int(of_experts(key))}."
+        return f"chained_{int(is_of_experts(key))}."
 
     def _objects(self) -> Iterator[tuple[str, Any]]:
         """Yield pickled objects by key: extra states, and random states if the reading job has equal ranks."""
         counts: dict[str, tuple[int, ...]] = {}
         # Experts are always stacked, so an additional axis shows that the layers of a block are stacked, too.
-        stacked = {block_of(key) for key, index in self._keys.values() if len(index) > of_experts(key)}
+        stacked = {block_of(key) for key, index in self._keys.values() if len(index) > is_of_experts(key)}
         states: list[tuple[str, tuple[int, ...], Any]] = []
         for name, value in {**self._final_norm_states(), **self._state.extra_states}.items():
             parsed = parse(name)

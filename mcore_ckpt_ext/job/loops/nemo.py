@@ -33,7 +33,7 @@ _ATTRIBUTE = re.compile(r"Attr\(name='(\w+)'\)", re.ASCII)
 _LAYOUT = (*MODEL_SIZE_ARGUMENTS, "sequence_parallel")
 
 
-def of_model(content: Any, source: str) -> JobArguments:
+def native_arguments(content: Any, source: str) -> JobArguments:
     """Return the arguments in `model.yaml`.
 
     Parameters and errors are those of `bridge.job_arguments`.
@@ -43,7 +43,7 @@ def of_model(content: Any, source: str) -> JobArguments:
     return JobArguments.of(_model_arguments(content), source=source, is_complete=False)
 
 
-def of_everything(content: Any, source: str) -> JobArguments:
+def experiment_arguments(content: Any, source: str) -> JobArguments:
     """Return the arguments in `io.json`: of the model, and of the trainer's strategy.
 
     Parameters and errors are those of `bridge.job_arguments`.

@@ -76,7 +76,7 @@ class Ending:
             return self.code
         return 0 if error is None else 1
 
-    def at_end(self, call: Callable[[int], None]) -> None:
+    def call_at_end(self, call: Callable[[int], None]) -> None:
         """Call a function with the exit code when this process ends, a child of `multiprocessing` or not."""
         Finalize(None, lambda: call(self.current_code()), exitpriority=_FIRST_OF_ALL)
 

@@ -185,7 +185,7 @@ def _take(decision: Mapping[str, Any], arguments: Any, rank: int, ranks: int, ag
         code = agreement.wait_for_end()
         sys.exit(1 if code is None else code)
     if waiting and rank == 0:
-        ending.at_end(lambda code: agreement.end(code, waiting, _SECONDS_TO_END))
+        ending.call_at_end(lambda code: agreement.end(code, waiting, _SECONDS_TO_END))
     for name, value in decision["arguments"].items():
         if hasattr(arguments, name):
             setattr(arguments, name, value)

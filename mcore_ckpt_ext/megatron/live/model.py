@@ -46,7 +46,7 @@ def quantization_check(parameter: torch.Tensor) -> Proof | None:
         return None
     scale = getattr(parameter, "_scale_inv", None)
     step = 0.0 if scale is None else smallest_step(torch.float8_e4m3fn, float(scale))
-    return (WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8).at_step(step)
+    return (WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8).proof_at_step(step)
 
 
 NameFunction = Callable[[str], str]

@@ -39,7 +39,7 @@ class Reading(Generic[OwnShard]):
     def wanted_bytes(self) -> dict[str, Spans]:
         """Return the byte ranges of each kind that this rank needs, except inputs of derived values."""
         transfer = self._checkpoint.transfer
-        return {kind: wanted_bytes(self._plan.of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
+        return {kind: wanted_bytes(self._plan.part_of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
 
     def share(self, wants: Sequence[Mapping[str, Spans]]) -> None:
         """Make `read` collective: one rank reads data of a kind that several ranks need.
@@ -51,7 +51,7 @@ class Reading(Generic[OwnShard]):
         transfer = self._checkpoint.transfer
         for kind in (FP32_PARAM, *self.kinds):
             of_ranks = [spans.get(kind, {}) for spans in wants]
-            self._once[kind] = ReadOnce(self._plan.of_kind(kind), reader, transfer, of_ranks)
+            self._once[kind] = ReadOnce(self._plan.part_of_kind(kind), reader, transfer, of_ranks)
 
     @contextmanager
     def taking_part(self, kinds: Iterable[str]) -> Iterator[None]:
@@ -93,7 +93,7 @@ class Reading(Generic[OwnShard]):
             The elements that the checkpoint does not have, by shard.
         """
         targets = {target: shard for target, (shard_kind, shard) in enumerate(self._stored) if shard_kind == kind}
-        part = self._plan.of_kind(kind)
+        part = self._plan.part_of_kind(kind)
         transfer = self._checkpoint.transfer
         memory = {target: rooms[shard] for target, shard in targets.items()}
         if kind in self._once:

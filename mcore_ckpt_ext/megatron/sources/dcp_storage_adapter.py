@@ -145,7 +145,7 @@ class DcpStorageAdapter(ABC):
         content, detail = (
             ("model and optimizer", source.optimizer_format) if self._fills_optimizer else ("weights", "alone")
         )
-        rest = account_of_load(source).in_words
+        rest = account_of_load(source).sentence
         return (
             f"{content} resumed from {source.layout} by {self.whose}: {source.format}, {detail}, "
             f"{sum(read) / 1e6:,.1f} MB read, {counted(sum(proven), 'master')} {how}"
