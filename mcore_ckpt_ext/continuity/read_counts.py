@@ -1,6 +1,6 @@
-"""Counts what a job reads again or never where a random sampler derives the order of an epoch from the layout.
+"""Counts what a random sampler reads again or never under another layout.
 
-That is so in stock Megatron and in Megatron-Bridge; with this package, Megatron's sampler reads on in the old order
+It derives the order of an epoch from the layout. That is so in stock Megatron and in Megatron-Bridge; with this package, Megatron's sampler reads on in the old order
 (see `continuity.cyclic`). The number of samples of the data set is in no checkpoint.
 """
 
