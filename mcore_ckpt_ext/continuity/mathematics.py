@@ -187,8 +187,8 @@ DEPENDENCIES = (
     ),
     Dependency(
         "--moe-router-load-balancing-type global_aux_loss",
-        (MICRO_BATCHES,),
-        "each micro batch is balanced by the average of those before it, so that only the last one sees all",
+        (MICRO_BATCHES, DATA),
+        "each micro batch is balanced by those before it alone, and the loss is divided by the data-parallel size",
         DEFECT,
         f"{_ROUTER}, `_apply_global_aux_loss`",
         lambda job: _balances(job, ("global_aux_loss",)),

@@ -35,6 +35,7 @@ LAYOUTS = {
     "same": (_DP4, 1),
     "micro batch 2": (_DP4, 2),
     "TP 2": (_TP2, 1),
+    "TP 2, micro batch 2": (_TP2, 2),
     "TP 2 without sequence parallelism": (Layout(2, 1, 4), 1),
     "CP 2": (Layout(1, 1, 4, more=(CONTEXT, "2")), 1),
     "256 rows": (Layout(1, 1, 4, vocabulary=256), 1),
@@ -53,6 +54,8 @@ CASES = {
     ("multi-token prediction", "CP 2"): False,
     ("multi-token prediction, masked losses, per token", "micro batch 2"): False,
     ("multi-token prediction, masked losses, per token", "CP 2"): False,
+    # As many micro batches as before, of half of the data-parallel ranks.
+    ("experts, global_aux_loss", "TP 2, micro batch 2"): False,
     ("experts, sinkhorn", "micro batch 2"): False,
     ("experts, sinkhorn", "TP 2"): False,
     ("experts, capacity factor 0.5", "micro batch 2"): False,
