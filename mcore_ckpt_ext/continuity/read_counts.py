@@ -1,7 +1,7 @@
 """Counts what a random sampler reads again or never under another layout.
 
-It derives the order of an epoch from the layout. That is so in stock Megatron and in Megatron-Bridge; with this package, Megatron's sampler reads on in the old order
-(see `continuity.cyclic`). The number of samples of the data set is in no checkpoint.
+It derives the order of an epoch from the layout, in stock Megatron and in Megatron-Bridge; with this package,
+Megatron's reads on in the old order (see `continuity.cyclic`). No checkpoint has the number of samples of the data set.
 """
 
 from __future__ import annotations
