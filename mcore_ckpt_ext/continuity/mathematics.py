@@ -116,7 +116,7 @@ DEPENDENCIES = (
         DEFECT,
         _FURTHER_TOKENS,
         lambda job: predicts_further(job, per_token=False),
-        "3.3e-4 of the loss or the gradient norm (32 tokens)",
+        "8.3e-5 of the loss or the gradient norm (32 tokens)",
     ),
     Dependency(
         "--mtp-num-layers with --calculate-per-token-loss",
@@ -125,7 +125,7 @@ DEPENDENCIES = (
         DEFECT,
         _FURTHER_TOKENS,
         lambda job: predicts_further(job, per_token=True),
-        "1.3e-3 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        "1.9e-4 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
         releases=WEIGHS_FURTHER_TOKENS.is_of,
     ),
     Dependency(
@@ -135,7 +135,7 @@ DEPENDENCIES = (
         DEFECT,
         _FURTHER_TOKENS,
         lambda job: predicts_further(job, per_token=True) and has_masks(job),
-        "9.8e-5 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        "5.4e-5 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
         releases=WEIGHS_FURTHER_TOKENS.is_of,
     ),
     Dependency(
@@ -201,7 +201,7 @@ DEPENDENCIES = (
         BY_DESIGN,
         "megatron/core/optimizer/emerging_optimizers.py, `TensorParallelMuon`",
         lambda job: is_muon(job, "blockwise"),
-        "3.9e-3 of the gradient norm",
+        "3.7e-3 of the gradient norm",
     ),
     Dependency(
         "--softmax-type learnable",

@@ -20,7 +20,7 @@ import same_training
 import torch
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
+from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count, z_loss_func
 from megatron_on_cpu import train_only
 from same_training import FEATURES, PLUGINS, TRAINED, largest_difference
 
@@ -189,6 +189,14 @@ def _counted(rank: int, ranks: int, folder: Path, results: Any) -> None:
 def test_a_router_counts_the_tokens_of_all_ranks_as_its_own_if_some_are_masked(tmp_path: Path) -> None:
     assert _told_by_ranks(_counted, 2, tmp_path) == {0: [6.0, 6.0], 1: [6.0, 6.0]}
     assert _told_by_ranks(_counted, 1, tmp_path) == {0: [2.0, 2.0]}
+
+
+def test_z_loss_averages_over_the_unmasked_tokens_of_each_rank() -> None:
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    masked = torch.tensor([False, True, True, False, False, False])
+    whole = float(z_loss_func(logits, 1.0, padding_mask=masked))
+    of_ranks = [float(z_loss_func(logits[half], 1.0, padding_mask=masked[half])) for half in (slice(3), slice(3, 6))]
+    assert sum(of_ranks) / 2 != pytest.approx(whole, rel=1e-3)
 
 
 def test_no_argument_of_megatron_smooths_labels() -> None:
