@@ -195,5 +195,8 @@ def test_a_checkpoint_of_megatron_bridge(tmp_path: Path) -> None:
         assert accounts[1].verdict == (UNKNOWN if goes_on is None else SAME_ORDER if goes_on else CHANGES)
         assert accounts[2].verdict == (UNKNOWN if goes_on is None else SAME_ORDER)
         assert accounts[1].sample == 32
+    counted = {layout.sizes["dp"]: layout.data for layout in plan(run, 4, data_samples=960).layouts}
+    assert (counted[1].read_again, counted[1].never_read, counted[2].never_read) == (31, 31, 0)
+    assert "31 samples will be read again, 31 never" in counted[1].sentence
     words = description(open_checkpoint(config.parent).arguments)
     assert (words["loader"], words["consumed"]) == ("cyclic of Megatron-Bridge", "32 samples")
