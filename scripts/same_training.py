@@ -84,6 +84,8 @@ FEATURES = {
     "experts, aux_loss": BALANCED,
     "experts, aux_loss, per token": f"{BALANCED} --calculate-per-token-loss",
     "experts, seq_aux_loss": f"{BALANCED} --moe-router-load-balancing-type seq_aux_loss",
+    "experts, seq_aux_loss, per token": f"{BALANCED} --moe-router-load-balancing-type seq_aux_loss "
+    "--calculate-per-token-loss",
     "experts, global_aux_loss": f"{BALANCED} --moe-router-load-balancing-type global_aux_loss",
     "experts, sinkhorn": f"{_EXPERTS} --moe-router-load-balancing-type sinkhorn",
     "experts, z loss": f"{_EXPERTS} --moe-z-loss-coeff 1.0",

@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--read-rate", type=parse_size, metavar="SIZE", help="bytes per second that all GPUs together read from storage"
     )
     parser.add_argument(
+        "--data-samples",
+        type=parse_count,
+        metavar="N",
+        help="samples of the training data set, which no checkpoint records, to count those that a random sampler "
+        "reads again or never",
+    )
+    parser.add_argument(
         "--argument",
         nargs="+",
         action="extend",
@@ -96,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         most=None if arguments.all else 10,
         facts=facts_of(arguments),
         arguments=parse_assignments(arguments.argument),
+        data_samples=arguments.data_samples,
     )
     return report(arguments, "plan", layout_plan, page=plan_page, show=_show, exit_code=0 if layout_plan.fits else 1)
 

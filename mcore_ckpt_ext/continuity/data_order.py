@@ -6,11 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.continuity.batch_sizes import BatchSize, indivisible_sizes
+from mcore_ckpt_ext.continuity.batch_sizes import indivisible_sizes
 from mcore_ckpt_ext.continuity.cyclic import HISTORY, ReadingLayout, as_argument, history_of
 from mcore_ckpt_ext.continuity.energon import loader_changes, redistribution
-from mcore_ckpt_ext.continuity.order_change import CHANGES, EACH_ONCE, SAME_ORDER, UNKNOWN, OrderChange
+from mcore_ckpt_ext.continuity.order_change import (
+    CHANGES,
+    EACH_ONCE,
+    OF_THE_DATA_SET,
+    SAME_ORDER,
+    UNKNOWN,
+    DataOrder,
+    OrderChange,
+)
 from mcore_ckpt_ext.continuity.other_loops import BRIDGE, SWIFT, changes_by_layout, loader_of, loop_of
+from mcore_ckpt_ext.continuity.read_counts import MOST_SAMPLES, ReadCounts, count_reads
 from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
@@ -65,64 +74,6 @@ DETERMINANTS = (
 """What determines the order of the samples besides the layout, the batch and the number of samples."""
 
 
-@dataclass(frozen=True)
-class DataOrder:
-    """The account of a job that reads on where the last one stopped: in the same order, or not.
-
-    Attributes:
-        verdict: `same order`, `each sample once` (in other batches), `changes` or `unknown`.
-        sample: the number of samples that were consumed; None if it is unknown.
-        changes: why it is not the same order.
-        note: how it goes on, where this package has to see to that; empty otherwise.
-        read_again: how many samples will be read again; None if that is unknown.
-        never_read: how many will never be read; None if that is unknown.
-        indivisible: batch sizes that are still to come and that the layout does not divide: training stops there.
-        is_changed: True if anything differs that the order could depend on.
-    """
-
-    verdict: str
-    sample: int | None
-    changes: tuple[OrderChange, ...] = ()
-    note: str = ""
-    read_again: int | None = None
-    never_read: int | None = None
-    indivisible: tuple[BatchSize, ...] = ()
-    is_changed: bool = False
-
-    @property
-    def goes_on(self) -> bool:
-        """True if each sample is read once, and no batch size to come stops the training."""
-        return self.verdict in (SAME_ORDER, EACH_ONCE) and not self.indivisible
-
-    @property
-    def is_remarkable(self) -> bool:
-        """True if a user should read it although the resume itself needs no line."""
-        return bool(self.note or self.indivisible or (self.is_changed and not self.goes_on))
-
-    @property
-    def sentence(self) -> str:
-        """The account in one line."""
-        place = "an unknown sample" if self.sample is None else f"sample {self.sample:,}"
-        if self.verdict in (SAME_ORDER, EACH_ONCE):
-            text = f"data: goes on at {place}, {self.verdict}{f'; {self.note}' if self.note else ''}"
-        else:
-            reasons = "; ".join(f"{change.what}: {change.why}" for change in self.changes)
-            begin = "another order" if self.verdict == CHANGES else "not known whether in the same order"
-            text = f"data: goes on at {place}, {begin} ({reasons})"
-        if self.indivisible:
-            first = self.indivisible[0]
-            text += (
-                f"; training will stop at sample {first.sample:,}: the layout does not divide the global batch size "
-                f"{first.size:,} that is due there"
-            )
-        return text
-
-    @property
-    def hint(self) -> str:
-        """All that would keep the order, for messages; empty if nothing would."""
-        return "; ".join(dict.fromkeys(change.hint for change in self.changes if change.hint))
-
-
 def order_in_another_loop(written: JobArguments, running: JobArguments) -> DataOrder:
     """Return the account of a loop on Megatron Core, whose loads do not pass its data loader.
 
@@ -137,19 +88,22 @@ def order_in_another_loop(written: JobArguments, running: JobArguments) -> DataO
     changes = tuple(change for change in changes_by_layout(written, same_loader) if change.verdict == CHANGES)
     unknown = OrderChange("the data loader", "the training loop has one of its own", verdict=UNKNOWN)
     verdict = CHANGES if changes else UNKNOWN
-    return DataOrder(verdict, _consumed(written), changes or (unknown,), is_changed=bool(changes))
+    reasons = changes or (unknown,)
+    return DataOrder(verdict, _consumed(written), reasons, uncounted=_why_uncounted(reasons), is_changed=bool(changes))
 
 
-def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
+def data_order(written: JobArguments, running: JobArguments, samples: int | None = None) -> DataOrder:
     """Return whether a job reads on in the order of the job that saved the checkpoint.
 
     Args:
         written: the arguments of the job that saved the checkpoint.
         running: the arguments of the job that resumes it.
+        samples: the samples of the data set, which no checkpoint records; None if they are unknown.
     """
-    changes = tuple(_changes(written, running))
+    changes = tuple(_changes(written, running, samples))
     verdicts = {change.verdict for change in changes}
-    note = _note(written, running) if written.is_complete and not verdicts else ""
+    note = _note(written, running, samples) if written.is_complete and not verdicts else ""
+    counts = _counts_of(changes, written, running, samples) if changes else ReadCounts(0, 0)
     is_recut = bool(note) and has_saved_loader(running)
     verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else EACH_ONCE if is_recut else SAME_ORDER
     sample = _consumed(written)
@@ -160,8 +114,9 @@ def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
         sample=sample,
         changes=changes,
         note=note,
-        read_again=None if changes else 0,
-        never_read=None if changes else 0,
+        read_again=counts.again if isinstance(counts, ReadCounts) else None,
+        never_read=counts.never if isinstance(counts, ReadCounts) else None,
+        uncounted=counts if isinstance(counts, str) else "",
         indivisible=tuple(indivisible_sizes(running, sample or 0)),
         is_changed=is_moved or any(change.hint for change in changes),
     )
@@ -204,9 +159,9 @@ def _consumed(written: JobArguments) -> int | None:
     return consumed
 
 
-def _changes(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+def _changes(written: JobArguments, running: JobArguments, samples: int | None) -> Iterator[OrderChange]:
     if not (written.is_complete and written.is_set("dataloader_type")):
-        yield from changes_by_layout(written, running)
+        yield from changes_by_layout(written, running, samples)
         if loop_of(written) == BRIDGE:
             yield from _changes_of_number(written, running)
         return
@@ -222,6 +177,7 @@ def _changes(written: JobArguments, running: JobArguments) -> Iterator[OrderChan
         yield OrderChange(
             "--dataloader-type cyclic with --phase-transition-iterations",
             "the epoch in progress is cut otherwise under another layout", _SAMPLERS, _keep(written),
+            uncounted="Megatron counts the position from the last transition",
         )  # fmt: skip
 
 
@@ -250,6 +206,30 @@ def changed_history(written: JobArguments, converted: JobArguments) -> dict[str,
     """
     recorded = as_argument(followed_history(written, converted))
     return {} if recorded is None else {HISTORY: recorded}
+
+
+def _why_uncounted(changes: Sequence[OrderChange]) -> str:
+    return "; ".join(dict.fromkeys(change.uncounted for change in changes))
+
+
+def _counts_of(
+    changes: Sequence[OrderChange], written: JobArguments, running: JobArguments, samples: int | None
+) -> ReadCounts | str:
+    """Return what is read again or never because of changes, or why that is not known."""
+    is_by_layout_alone = all(change.uncounted == OF_THE_DATA_SET for change in changes)
+    return _why_uncounted(changes) if samples is None or not is_by_layout_alone else _counted(written, running, samples)
+
+
+def _counted(written: JobArguments, running: JobArguments, samples: int) -> ReadCounts | str:
+    """Return what a random sampler reads again or never under another layout, or why that is not known."""
+    before = ReadingLayout.of(written)
+    now = ReadingLayout.of(running)
+    consumed = _consumed(written)
+    if before is None or now is None or consumed is None:
+        return "the checkpoint does not record how far its job has read"
+    if samples > MOST_SAMPLES:
+        return f"data sets of more than {counted(MOST_SAMPLES, 'sample')} are not counted"
+    return count_reads(samples, consumed, before, now) or "the sampler stops at its first batch"
 
 
 def _keep(written: JobArguments) -> str:
@@ -329,10 +309,11 @@ def _changes_of_external(written: JobArguments, running: JobArguments) -> Iterat
     yield OrderChange(
         "--dataloader-type external", "the loader is the script's own, and its order is not recorded",
         "megatron/training/datasets/data_samplers.py, `build_pretraining_data_loader`", verdict=UNKNOWN,
+        uncounted="the order of a loader of one's own is not recorded",
     )  # fmt: skip
 
 
-def _note(written: JobArguments, running: JobArguments) -> str:
+def _note(written: JobArguments, running: JobArguments, samples: int | None) -> str:
     """Return how `cyclic`, or a saved loader, goes on under another layout; empty if it is as before."""
     if has_saved_loader(running):
         return redistribution(written, running)
@@ -342,4 +323,8 @@ def _note(written: JobArguments, running: JobArguments) -> str:
     if len(history) < 2:
         return ""
     before, now = history[-2:]
-    return f"the epoch in progress is read to its end in the order in which it began ({before} before, {now} now)"
+    note = f"the epoch in progress is read to its end in the order in which it began ({before} before, {now} now)"
+    if samples is None or len(history) > 2:  # several layouts have read the data, in an order that is not stock's
+        return note
+    counts = _counted(written, running, samples)
+    return f"{note}; stock Megatron would {counts}" if isinstance(counts, ReadCounts) else f"{note}; stock: {counts}"

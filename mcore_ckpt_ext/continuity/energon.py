@@ -17,6 +17,7 @@ from mcore_ckpt_ext.continuity.order_change import UNKNOWN, OrderChange
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 _RESTORING = "megatron/energon/savable_loader.py, `SavableDataLoader.restore_state_rank`"
+_OF_SHARDS = "it depends on how the shards of the data set are divided among workers"
 _SAVING = "megatron/training/checkpointing.py, `maybe_save_dataloader_state`"
 
 
@@ -65,7 +66,9 @@ def loader_changes(written: JobArguments, running: JobArguments) -> Iterator[Ord
     saved = LoaderSizes.of(written)
     job = LoaderSizes.of(running)
     if saved is None or job is None:
-        yield OrderChange("--dataloader-save", "the sizes of the data loader are not recorded", verdict=UNKNOWN)
+        yield OrderChange(
+            "--dataloader-save", "the sizes of the data loader are not recorded", verdict=UNKNOWN, uncounted=_OF_SHARDS
+        )
         return
     if not job.takes_workers_of(saved):
         yield OrderChange(
@@ -73,6 +76,7 @@ def loader_changes(written: JobArguments, running: JobArguments) -> Iterator[Ord
             "each worker has a state of its own: those without a worker are dropped, and other workers begin anew",
             _SAVING,
             fitting_workers(saved, job.data_parallel),
+            uncounted=_OF_SHARDS,
         )
     if not job.takes_batches_of(saved):
         yield OrderChange(
@@ -80,6 +84,7 @@ def loader_changes(written: JobArguments, running: JobArguments) -> Iterator[Ord
             "Energon takes up a state only if the new size divides the old one, and is the same without workers",
             _RESTORING,
             f"--micro-batch-size {saved.micro_batch}",
+            uncounted=_OF_SHARDS,
         )
 
 

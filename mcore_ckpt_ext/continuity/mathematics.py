@@ -10,8 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from mcore_ckpt_ext.continuity.features import (
+    averages_masked,
+    balances_by,
+    balances_per_token,
+    clips_sinks,
+    drops_out,
+    has_delayed_scaling,
+    has_delta_nets,
+    has_masks,
+    is_muon,
+    predicts_further,
+    routes_by,
+)
 from mcore_ckpt_ext.continuity.sizes import (
     CONTEXT,
     DATA,
@@ -25,7 +38,12 @@ from mcore_ckpt_ext.continuity.sizes import (
     sizes_of_job,
 )
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import AVERAGES_BY_CONTEXT_RANK, SCALES_BALANCE_BY_RANK, WEIGHS_FURTHER_TOKENS
+from mcore_ckpt_ext.job.releases import (
+    AVERAGES_BY_CONTEXT_RANK,
+    SCALES_BALANCE_BY_BATCH,
+    SCALES_BALANCE_BY_RANK,
+    WEIGHS_FURTHER_TOKENS,
+)
 from mcore_ckpt_ext.versions import Version
 
 SAME_TRAINING: Final = "same training, but for rounding"
@@ -34,8 +52,6 @@ DEFECT = "defect"
 BY_CHANCE = "by chance"
 _ROUTER = "megatron/core/transformer/moe/router.py"
 _FURTHER_TOKENS = "megatron/core/transformer/multi_token_prediction.py, `process_mtp_loss`; until 0.16 gpt_model.py"
-# `gdn` and `gdn2` on the development head (experimental_attention_variant_module_specs.py).
-_DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 _BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -64,60 +80,6 @@ class Dependency:
     releases: Callable[[Version], bool] = lambda version: True
 
 
-def _number(job: JobArguments, name: str, default: float = 0) -> float:
-    value = job.raw.get(name)
-    return float(value) if isinstance(value, (int, float)) else default
-
-
-def _balances(job: JobArguments, kinds: tuple[str, ...]) -> bool:
-    """Return True if a job balances its experts by a loss of one of these kinds."""
-    chosen = job.raw.get("moe_router_load_balancing_type") or "aux_loss"
-    weight = job.raw.get("moe_aux_loss_coeff")
-    names = [chosen] if isinstance(chosen, str) else list(chosen)
-    weights = weight if isinstance(weight, (list, tuple)) else [weight] * len(names)
-    has_weight = [name for name, loss_weight in zip(names, weights, strict=False) if loss_weight]
-    return bool(job.num_experts) and any(name in kinds for name in has_weight)
-
-
-def _routes_by(job: JobArguments, kind: str) -> bool:
-    chosen: Any = job.raw.get("moe_router_load_balancing_type")
-    return bool(job.num_experts) and (chosen == kind or (isinstance(chosen, (list, tuple)) and kind in chosen))
-
-
-def _has_masks(job: JobArguments) -> bool:
-    """Return True if samples may have different numbers of tokens in the loss."""
-    return job.dataloader_type == "external" or any(job.raw.get(name) for name in ("eod_mask_loss", "sft"))
-
-
-def _averages_masked(job: JobArguments) -> bool:
-    return _has_masks(job) and not job.raw.get("calculate_per_token_loss")
-
-
-def _predicts_further(job: JobArguments, *, per_token: bool) -> bool:
-    """Return True if a job predicts further tokens, with a loss per token or not."""
-    return bool(job.raw.get("mtp_num_layers")) and bool(job.raw.get("calculate_per_token_loss")) is per_token
-
-
-def _drops_out(job: JobArguments) -> bool:
-    """Return True if a job drops out elements; 0.1 is Megatron's default."""
-    return any(_number(job, name, 0.1) > 0 for name in ("hidden_dropout", "attention_dropout"))
-
-
-def _is_muon(job: JobArguments, mode: str) -> bool:
-    return "muon" in str(job.raw.get("optimizer")) and job.raw.get("muon_tp_mode") == mode
-
-
-def _has_delayed_scaling(job: JobArguments) -> bool:
-    return bool(job.raw.get("fp8")) and (job.raw.get("fp8_recipe") or "delayed") == "delayed"
-
-
-def _has_delta_nets(job: JobArguments) -> bool:
-    """Return True if a job has gated delta nets: by name, or as `G` in a hybrid pattern."""
-    variant = job.raw.get("experimental_attention_variant") or job.raw.get("linear_attention_type")
-    is_in_pattern = "G" in str(job.raw.get("hybrid_layer_pattern"))
-    return (variant in _DELTA_NETS or is_in_pattern) and not job.raw.get("sequence_parallel")
-
-
 DEPENDENCIES = (
     Dependency(
         "another --global-batch-size",
@@ -133,7 +95,7 @@ DEPENDENCIES = (
         "the loss is averaged over each micro batch first, so that samples with few tokens weigh more or less",
         BY_DESIGN,
         "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        _averages_masked,
+        averages_masked,
         "9.6e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
     ),
     Dependency(
@@ -142,7 +104,7 @@ DEPENDENCIES = (
         "each context-parallel rank averages over its own tokens",
         DEFECT,
         "pretrain_gpt.py, `loss_func`, and megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        _averages_masked,
+        averages_masked,
         "5e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
         releases=AVERAGES_BY_CONTEXT_RANK.is_of,
     ),
@@ -153,8 +115,8 @@ DEPENDENCIES = (
         "end of a sample has fewer",
         DEFECT,
         _FURTHER_TOKENS,
-        lambda job: _predicts_further(job, per_token=False),
-        "3.3e-4 of the loss or the gradient norm (32 tokens)",
+        lambda job: predicts_further(job, per_token=False),
+        "8.3e-5 of the loss or the gradient norm (32 tokens)",
     ),
     Dependency(
         "--mtp-num-layers with --calculate-per-token-loss",
@@ -162,8 +124,8 @@ DEPENDENCIES = (
         "the loss of further tokens is weighed by the tokens of each context-parallel rank",
         DEFECT,
         _FURTHER_TOKENS,
-        lambda job: _predicts_further(job, per_token=True),
-        "1.3e-3 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        lambda job: predicts_further(job, per_token=True),
+        "1.9e-4 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
         releases=WEIGHS_FURTHER_TOKENS.is_of,
     ),
     Dependency(
@@ -172,8 +134,8 @@ DEPENDENCIES = (
         "the loss of further tokens is weighed by the tokens of each micro batch",
         DEFECT,
         _FURTHER_TOKENS,
-        lambda job: _predicts_further(job, per_token=True) and _has_masks(job),
-        "9.8e-5 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        lambda job: predicts_further(job, per_token=True) and has_masks(job),
+        "5.4e-5 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
         releases=WEIGHS_FURTHER_TOKENS.is_of,
     ),
     Dependency(
@@ -182,16 +144,16 @@ DEPENDENCIES = (
         "experts are balanced over the tokens of a micro batch",
         BY_DESIGN,
         f"{_ROUTER}, `_apply_aux_loss`",
-        lambda job: _balances(job, ("aux_loss",)),
+        lambda job: balances_by(job, ("aux_loss",)),
         "2.4e-3 of the gradient norm (coefficient 1)",
     ),
     Dependency(
         "--moe-router-load-balancing-type global_aux_loss",
-        (MICRO_BATCHES,),
-        "each micro batch is balanced by the average of those before it, so that only the last one sees all",
+        (MICRO_BATCHES, DATA),
+        "each micro batch is balanced by those before it alone, and the loss is divided by the data-parallel size",
         DEFECT,
         f"{_ROUTER}, `_apply_global_aux_loss`",
-        lambda job: _balances(job, ("global_aux_loss",)),
+        lambda job: balances_by(job, ("global_aux_loss",)),
         "1.5e-2 of the gradient norm (coefficient 1)",
     ),
     Dependency(
@@ -200,9 +162,19 @@ DEPENDENCIES = (
         "its gradient is divided by the tokens of all tensor and context parallel ranks, but multiplied by one's",
         DEFECT,
         f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
-        lambda job: bool(job.raw.get("calculate_per_token_loss")) and _balances(job, _BALANCES),
+        lambda job: balances_per_token(job, _BALANCES),
         "2.5e-2 of the loss or the gradient norm (coefficient 1, core_v0.16.1)",
         releases=SCALES_BALANCE_BY_RANK.is_of,
+    ),
+    Dependency(
+        "--moe-router-load-balancing-type seq_aux_loss with --calculate-per-token-loss",
+        (MICRO_BATCH,),
+        "its gradient is divided by the tokens of a micro batch, but multiplied by those of a sample",
+        DEFECT,
+        f"{_ROUTER}, `_apply_seq_aux_loss`",
+        lambda job: balances_per_token(job, ("seq_aux_loss",)),
+        "2.5e-2 of the loss or the gradient norm (coefficient 1, core_v0.16.1)",
+        releases=SCALES_BALANCE_BY_BATCH.is_of,
     ),
     Dependency(
         "--moe-expert-capacity-factor",
@@ -219,7 +191,7 @@ DEPENDENCIES = (
         "each rank balances its own tokens",
         BY_DESIGN,
         f"{_ROUTER}, `sinkhorn_load_balancing`",
-        lambda job: _routes_by(job, "sinkhorn"),
+        lambda job: routes_by(job, "sinkhorn"),
         "1.5e-3 of the loss or the gradient norm",
     ),
     Dependency(
@@ -228,8 +200,8 @@ DEPENDENCIES = (
         "each shard of a matrix is orthogonalized by itself",
         BY_DESIGN,
         "megatron/core/optimizer/emerging_optimizers.py, `TensorParallelMuon`",
-        lambda job: _is_muon(job, "blockwise"),
-        "3.9e-3 of the gradient norm",
+        lambda job: is_muon(job, "blockwise"),
+        "3.7e-3 of the gradient norm",
     ),
     Dependency(
         "--softmax-type learnable",
@@ -239,7 +211,7 @@ DEPENDENCIES = (
         DEFECT,
         "megatron/core/transformer/dot_product_attention.py and megatron/core/tensor_parallel/layers.py, "
         "`param_is_not_tensor_parallel_duplicate`",
-        lambda job: job.raw.get("softmax_type") == "learnable" and _number(job, "clip_grad", 1.0) > 0,
+        clips_sinks,
         "3.6e-1 of the gradient norm of sinks alone; below 1e-7 beside all others at the start of training",
     ),
     Dependency(
@@ -249,7 +221,7 @@ DEPENDENCIES = (
         DEFECT,
         "megatron/core/ssm/gated_delta_net, `out_norm`, and megatron/core/distributed/finalize_model_grads.py, "
         "`_allreduce_non_tensor_model_parallel_grads`",
-        _has_delta_nets,
+        has_delta_nets,
         "2.4e-5 of the loss or the gradient norm",
     ),
     Dependency(
@@ -258,7 +230,7 @@ DEPENDENCIES = (
         "scales follow the largest values of other groups and of as many micro batches as a history holds",
         BY_DESIGN,
         "megatron/core/parallel_state.py, `get_amax_reduction_group`, and megatron/core/fp8_utils.py",
-        _has_delayed_scaling,
+        has_delayed_scaling,
     ),
     Dependency(
         "dropout",
@@ -266,7 +238,7 @@ DEPENDENCIES = (
         "other elements are dropped out, as often as before",
         BY_CHANCE,
         "megatron/core/tensor_parallel/random.py, `model_parallel_cuda_manual_seed`",
-        _drops_out,
+        drops_out,
     ),
     Dependency(
         "another padding of the vocabulary",

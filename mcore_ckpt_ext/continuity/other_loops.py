@@ -10,10 +10,13 @@ Sources: `build_pretraining_data_loader`, megatron/bridge/data/samplers.py, Mega
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
-from mcore_ckpt_ext.continuity.order_change import CHANGES, UNKNOWN, OrderChange
+from mcore_ckpt_ext.continuity.order_change import CHANGES, OF_THE_DATA_SET, UNKNOWN, OrderChange
+from mcore_ckpt_ext.continuity.read_counts import has_same_epochs
+from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
 from mcore_ckpt_ext.job.loops import swift
 
@@ -41,30 +44,33 @@ def loader_of(job: JobArguments) -> str:
     return f"{next((word for name, word in kinds.items() if job.raw.get(name)), 'in order')} of {SWIFT}"
 
 
-def changes_by_layout(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+def changes_by_layout(
+    written: JobArguments, running: JobArguments, samples: int | None = None
+) -> Iterator[OrderChange]:
     """Yield why a loop reads in another order under another layout.
 
     Args:
         written: the arguments of the job that saved the checkpoint.
         running: the same under another layout.
+        samples: the samples of the data set; None if that is unknown.
     """
     before = ReadingLayout.of(written)
     now = ReadingLayout.of(running)
     if not loop_of(written) or loop_of(written) != loop_of(running) or before is None or now is None:
         yield OrderChange("the checkpoint", "it does not describe how its job read the data", verdict=UNKNOWN)
     elif loop_of(written) == SWIFT:
-        yield from _swift_changes(written, before, now)
+        yield from _swift_changes(written, before, now, samples)
     else:
-        yield from _bridge_changes(written, running, before, now)
+        yield from _bridge_changes(written, running, before, now, samples)
 
 
 def _bridge_changes(
-    written: JobArguments, running: JobArguments, before: ReadingLayout, now: ReadingLayout
+    written: JobArguments, running: JobArguments, before: ReadingLayout, now: ReadingLayout, samples: int | None
 ) -> Iterator[OrderChange]:
     """Yield the changes of a Bridge loader; two deal out whole global batches."""
     loader = written.dataloader_type
     if loader == "cyclic":
-        yield from _random_sampler_changes(written, before, now, is_sharded=before.is_sharded, source=_BRIDGE_SAMPLERS)
+        yield from _random_sampler_changes(written, before, now, samples, _BRIDGE_SAMPLERS)
     elif loader == "batch":
         if written.global_batch_size != running.global_batch_size:
             yield OrderChange(
@@ -80,7 +86,9 @@ def _bridge_changes(
         )
 
 
-def _swift_changes(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> Iterator[OrderChange]:
+def _swift_changes(
+    written: JobArguments, before: ReadingLayout, now: ReadingLayout, samples: int | None
+) -> Iterator[OrderChange]:
     """Yield the changes of ms-swift's loader: the random sampler, but for streams."""
     if written.raw.get("streaming"):
         yield OrderChange(
@@ -97,17 +105,26 @@ def _swift_changes(written: JobArguments, before: ReadingLayout, now: ReadingLay
         )
         return
     is_sharded = bool(written.data_sharding and written.raw.get("train_dataloader_shuffle") and not is_grouped)
-    yield from _random_sampler_changes(written, before, now, is_sharded=is_sharded, source=_SWIFT_SAMPLER)
+    before, now = (replace(layout, is_sharded=is_sharded) for layout in (before, now))
+    yield from _random_sampler_changes(written, before, now, samples, _SWIFT_SAMPLER)
 
 
 def _random_sampler_changes(
-    written: JobArguments, before: ReadingLayout, now: ReadingLayout, *, is_sharded: bool, source: str
+    written: JobArguments, before: ReadingLayout, now: ReadingLayout, samples: int | None, source: str
 ) -> Iterator[OrderChange]:
     """Yield the change of a sampler that derives an epoch from the layout."""
     if (before.data_parallel, before.micro_batch) == (now.data_parallel, now.micro_batch):
         return
-    why, verdict = _SHARDED if is_sharded and before.data_parallel != now.data_parallel else _WHOLE
-    yield OrderChange(_layouts_in_words(written, before, now), why, source, f"keep {before}", verdict)
+    if before.is_sharded and before.data_parallel != now.data_parallel:
+        why, verdict = _SHARDED
+    elif samples is None:
+        why, verdict = _WHOLE
+    elif has_same_epochs(samples, before, now):
+        return
+    else:
+        why, verdict = f"an epoch of {counted(samples, 'sample')} is another one", CHANGES
+    uncounted = OF_THE_DATA_SET if loop_of(written) == BRIDGE else "the seed of the loader is not recorded"
+    yield OrderChange(_layouts_in_words(written, before, now), why, source, f"keep {before}", verdict, uncounted)
 
 
 _SHARDED = "each rank reads a part of the data set of its own, so that samples are read again or never", CHANGES

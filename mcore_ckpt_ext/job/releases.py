@@ -333,6 +333,7 @@ NORMALIZES_PLAIN_QUERIES = Capability(
 )
 AVERAGES_BY_CONTEXT_RANK = Capability("averages losses by context rank", "Megatron-LM/pretrain_gpt.py", Version(0, 13))
 WEIGHS_FURTHER_TOKENS = Capability("weighs further tokens", "transformer/multi_token_prediction.py", Version(0, 17))
+SCALES_BALANCE_BY_BATCH = Capability("scales balance by micro batch", "moe/router.py", Version(0, 16), Version(0, 19))
 SCALES_BALANCE_BY_RANK = Capability("scales balance by rank", "moe/router.py", Version(0, 12), Version(0, 19))
 RESUMES_WITH_THIS_PACKAGE = Capability(
     "has a `load_checkpoint` in which this package is tested",

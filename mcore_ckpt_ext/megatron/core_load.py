@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, gather, is_first_rank, rank_and_size
-from mcore_ckpt_ext.continuity.data_order import DataOrder, order_in_another_loop
-from mcore_ckpt_ext.continuity.order_change import CHANGES
+from mcore_ckpt_ext.continuity.data_order import order_in_another_loop
+from mcore_ckpt_ext.continuity.order_change import CHANGES, DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, format_ranks
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step

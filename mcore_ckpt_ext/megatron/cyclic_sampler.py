@@ -13,7 +13,7 @@ from mcore_ckpt_ext.continuity.cyclic import (
     epoch_at,
     micro_batches,
 )
-from mcore_ckpt_ext.lazy_torch import torch
+from mcore_ckpt_ext.continuity.read_counts import drawn_permutation
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 _TRAINING = "train"
@@ -77,17 +77,6 @@ def _rest_of_epoch(sampler: Any, layouts: Sequence[ReadingLayout]) -> Iterator[l
     sampler.epoch = epoch.epoch
     if hasattr(sampler.dataset, "set_epoch"):  # `RandomSeedDataset`
         sampler.dataset.set_epoch(epoch.epoch)
-    for batch in micro_batches(epoch, layout, consumed, sampler.data_parallel_rank, _permutation):
+    for batch in micro_batches(epoch, layout, consumed, sampler.data_parallel_rank, drawn_permutation):
         sampler.consumed_samples += layout.step
         yield batch
-
-
-def _permutation(numbers: int, seed: int) -> Sequence[int]:
-    """Return the permutation that Megatron draws for an epoch.
-
-    Source: `MegatronPretrainingRandomSampler.__iter__`, as in `continuity.cyclic`.
-    """
-    generator = torch.Generator()
-    generator.manual_seed(seed)
-    drawn: list[int] = torch.randperm(numbers, generator=generator).tolist()
-    return drawn

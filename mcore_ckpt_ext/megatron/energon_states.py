@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, is_first_rank
-from mcore_ckpt_ext.continuity.data_order import DataOrder, has_saved_loader
+from mcore_ckpt_ext.continuity.data_order import has_saved_loader
 from mcore_ckpt_ext.continuity.energon import LoaderSizes
-from mcore_ckpt_ext.continuity.order_change import CHANGES, OrderChange
+from mcore_ckpt_ext.continuity.order_change import CHANGES, DataOrder, OrderChange
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.lazy_torch import torch
@@ -100,9 +100,21 @@ def with_states(
     except (CheckpointError, OSError) as error:
         text = error.message if isinstance(error, CheckpointError) else str(error)
         reason = OrderChange("the states of the data loader", f"{text}, so that the data begins anew")
-        changed = replace(order, verdict=CHANGES, changes=(reason,), note="", read_again=None, never_read=None)
-        return replace(changed, is_changed=True), None
+        changed = replace(order, verdict=CHANGES, changes=(reason,), note="", is_changed=True)
+        if _files_of(running, folder):
+            return replace(
+                changed, read_again=None, never_read=None, uncounted="some ranks may go on, others not"
+            ), None
+        return replace(changed, read_again=order.sample, never_read=0), None
     return order, states
+
+
+def _place_of(running: JobArguments) -> str:
+    return str(running.raw.get(_SAVED_AT) or running.dataloader_save)
+
+
+def _files_of(running: JobArguments, folder: str) -> list[Path]:
+    return list(Path(_place_of(running), folder).glob(f"mp_rank_00*/{_ANY_FILE}"))
 
 
 def _find(written: JobArguments, running: JobArguments, folder: str) -> SavedStates:
@@ -111,10 +123,10 @@ def _find(written: JobArguments, running: JobArguments, folder: str) -> SavedSta
     Raises:
         UnreadableCheckpointError: one is missing, or there are others.
     """
-    place = str(running.raw.get(_SAVED_AT) or running.dataloader_save)
+    place = _place_of(running)
     root = Path(place, folder)
     usual = "mp_rank_00_000" if (written.pipeline_model_parallel_size or 1) > 1 else "mp_rank_00"
-    files = list(root.glob(f"{usual}/{_ANY_FILE}")) or list(root.glob(f"mp_rank_00*/{_ANY_FILE}"))
+    files = list(root.glob(f"{usual}/{_ANY_FILE}")) or _files_of(running, folder)
     by_name = {path.name: path for path in files}
     names = list(map(_FILE.format, range(written.data_parallel_size or 0)))
     if set(by_name) != set(names):

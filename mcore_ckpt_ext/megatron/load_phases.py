@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
-from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order, followed_history
+from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
+from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.megatron.energon_states import SavedStates, with_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.continuity.data_order import DataOrder
+from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.settings import DATA_ORDER, REQUIRED
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order
+from mcore_ckpt_ext.continuity.data_order import data_order
 from mcore_ckpt_ext.continuity.mathematics import Difference
+from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
@@ -156,6 +157,7 @@ def plan(
     most: int | None = 10,
     facts: Facts = NOTHING,
     arguments: Mapping[str, object] | None = None,
+    data_samples: int | None = None,
 ) -> LayoutPlan:
     """List the layouts that Megatron accepts for a checkpoint on a number of GPUs; reads only metadata.
 
@@ -171,6 +173,7 @@ def plan(
         most: how many layouts are listed, one of those that differ in virtual stages alone; None for all.
         facts: facts about the job that wrote a checkpoint without Megatron's arguments, such as its layout.
         arguments: arguments of the job that the checkpoint does not state, by name.
+        data_samples: the samples of the data set, to count those that a random sampler reads again or never.
 
     Raises:
         UsageError: a value is invalid.
@@ -192,10 +195,9 @@ def plan(
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
         buffers = buffers_of(job, table, version)
-        request = SearchRequest(
-            gpus, gpus_per_node, version, gpu_memory, recomputation=recomputation_of(job, recomputation),
-            pins=_sizes_of(pins or {}),
-        )  # fmt: skip
+        sizes = _sizes_of(pins or {})
+        recomputed = recomputation_of(job, recomputation)
+        request = SearchRequest(gpus, gpus_per_node, version, gpu_memory, recomputation=recomputed, pins=sizes)
         source, trained = "--gpu-memory", has_job(checkpoint, writer_of(checkpoint))
         if gpu_memory is None and not trained:
             source = _NO_MEMORY
@@ -207,7 +209,7 @@ def plan(
         chosen = every if most is None else join_virtual_stages(result.found)[:most]
 
         def planned(candidate: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
-            return _planned(candidate, virtual_stages, checkpoint, job, old, version, read_rate)
+            return _planned(candidate, virtual_stages, checkpoint, job, version, read_rate, data_samples)
 
         fewer = [] if pins else _with_fewer_gpus(job, table, old, request, buffers, result.found)
         return LayoutPlan(
@@ -309,14 +311,14 @@ def _planned(
     virtual_stages: Sequence[int],
     checkpoint: CheckpointView,
     job: JobArguments,
-    old: ParallelLayout,
     version: Version,
     read_rate: int | None,
+    data_samples: int | None,
 ) -> PlannedLayout:
     choice, layout = candidate.choice, candidate.choice.layout
     running = job.replace(**arguments_of(candidate))
     is_moved = bool(placement_changes(job, running))
-    keeps = keeps_grid(layout, old)
+    keeps = keeps_grid(layout, ParallelLayout.from_arguments(job))
     per_rank = [
         stage.dense.bytes_read(choice.optimizer_ranks) + stage.experts.bytes_read(choice.expert_optimizer_ranks)
         for stage in candidate.holdings
@@ -339,7 +341,7 @@ def _planned(
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
         stock_resumes=stock_resumes(checkpoint, is_moved, version),
         keeps_random_state=keeps,
-        data=data_order(job, running),
+        data=data_order(job, running, data_samples),
         differences=candidate.differences,
         flags=" ".join(flags_of(candidate)),
         removed_flags=tuple(removed_flags_of(candidate, job)),

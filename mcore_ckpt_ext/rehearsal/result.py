@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.continuity.data_order import DataOrder
 from mcore_ckpt_ext.continuity.mathematics import Difference
+from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.defaults import SCHEMAS
 
 SCHEMA = SCHEMAS["plan"]

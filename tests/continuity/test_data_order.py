@@ -62,6 +62,24 @@ def test_what_else_changes_the_order(changes: dict[str, Any], verdict: str, text
         assert order.read_again is None
 
 
+def test_stock_megatron_reads_samples_again_and_never_that_this_package_reads_once() -> None:
+    written = JobArguments.of({**_BASE, "dataloader_type": "cyclic"})
+    order = data_order(written, written.replace(data_parallel_size=4), 9600)
+    assert (order.read_again, order.never_read) == (0, 0)
+    assert order.sentence.endswith("; stock Megatron would read 2,404 of the samples again and 2,404 never")
+    stops = data_order(written, written.replace(data_parallel_size=7), 9600)
+    assert stops.sentence.endswith("; stock: the sampler stops at its first batch")
+
+
+def test_why_the_counts_are_not_known() -> None:
+    assert _account({"seed": 1}).sentence.endswith(
+        "; how many samples are read again or never is not known: no checkpoint has the index from which the orders "
+        "are drawn"
+    )
+    phases = _account({"data_parallel_size": 4}, dataloader_type="cyclic", phase_transition_iterations="50")
+    assert phases.uncounted == "Megatron counts the position from the last transition"
+
+
 def test_what_one_of_the_releases_does_not_have_is_not_compared() -> None:
     written = JobArguments.of({name: value for name, value in _BASE.items() if name != "seed"})
     assert data_order(written, JobArguments.of(_BASE)).goes_on

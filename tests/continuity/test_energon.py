@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order
+from mcore_ckpt_ext.continuity.data_order import data_order
 from mcore_ckpt_ext.continuity.energon import LoaderSizes, fitting_workers
-from mcore_ckpt_ext.continuity.order_change import CHANGES, EACH_ONCE, SAME_ORDER, UNKNOWN
+from mcore_ckpt_ext.continuity.order_change import CHANGES, EACH_ONCE, SAME_ORDER, UNKNOWN, DataOrder
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 _JOB = {

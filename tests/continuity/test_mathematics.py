@@ -71,9 +71,17 @@ def test_what_changes_where(feature: dict[str, Any], changing: set[str]) -> None
     assert _changing(feature) == changing
 
 
+def test_a_global_balancing_loss_depends_on_the_ranks_even_with_as_many_micro_batches() -> None:
+    feature = {"moe_router_load_balancing_type": "global_aux_loss"}
+    job = JobArguments.of({**_BASE, **_EXPERTS, **feature})
+    (difference,) = differences_of_jobs(job, job.replace(**_DP2, **_MICRO), NEWEST)
+    assert difference.dimensions == ("data parallel size",)
+
+
 def test_defects_are_those_of_their_releases() -> None:
     balance = {**_EXPERTS, "calculate_per_token_loss": True, "moe_router_load_balancing_type": "seq_aux_loss"}
-    assert _changing(balance, Version(0, 18)) == {"TP", "CP"}
+    assert _changing(balance, Version(0, 18)) == {"TP", "CP", "micro batch"}
+    assert _changing(balance, Version(0, 15)) == {"TP", "CP"}
     assert _changing(balance, Version(0, 19)) == set()
     assert _changing({"eod_mask_loss": True}, Version(0, 12)) == {"micro batch"}
     predicting = {"mtp_num_layers": 1, "calculate_per_token_loss": True, "eod_mask_loss": True}

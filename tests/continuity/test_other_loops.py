@@ -118,6 +118,32 @@ def test_what_the_checkpoint_says_is_what_the_samplers_do(
         assert (verdict == CHANGES) <= (before[:count] != after[:count]), layout
 
 
+@pytest.mark.parametrize("values", [values for values, verdicts in _VERDICTS if UNKNOWN in verdicts[1:]])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_with_the_size_of_the_data_set_the_order_is_known_and_what_is_read_again_is_counted(
+    samplers: Callable[..., Any], values: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    written = _job(values)
+    running = written.replace(**layout)
+    order = data_order(written, running, _SAMPLES)
+    before, after = (_global_batches(samplers, job) for job in (written, running))
+    count = min(len(before), len(after))
+    assert (order.verdict == SAME_ORDER) is (before[:count] == after[:count]) or values.get("group_by_length")
+    if "mcore_model" in values and order.verdict != SAME_ORDER:
+        assert (order.read_again, order.never_read, bool(order.uncounted)) == (None, None, True)
+        return
+    rest, changed = (_rest_of_epoch(samplers, job) for job in (written, running))
+    assert order.never_read == len(rest - changed)
+    if values["data_sharding"]:
+        read = range(_SAMPLES // 4 * 4)  # the old epoch, of four ranks
+        assert order.read_again == len(changed & {*read} - rest)
+
+
+def _rest_of_epoch(build: Callable[..., Any], job: JobArguments) -> set[int]:
+    ranks = [build(job, rank) for rank in range(job.raw["data_parallel_size"])]
+    return {sample for step in zip(*ranks, strict=False) for batch in step for sample in batch}
+
+
 @pytest.mark.parametrize("values", [
     {**_BRIDGE, "dataloader_type": "external"},
     {**_BRIDGE, "dataloader_type": None},
@@ -149,7 +175,8 @@ def test_a_resume_says_that_the_layout_changes_the_order_or_that_it_is_unknown()
     assert changed.sentence == (
         "data: goes on at sample 64, another order (the loader cyclic of Megatron-Bridge by DP4 with micro batch 1, "
         "now DP2 with micro batch 1: each rank reads a part of the data set of its own, so that samples are read again "
-        "or never)"
+        "or never); how many samples are read again or never is not known: no checkpoint has the size of the data set; "
+        "`mcore-ckpt plan --data-samples` counts them"
     )
     assert changed.hint == "keep DP4 with micro batch 1"
     for written in (cyclic, _job({**_BRIDGE, "dataloader_type": "single"}), _job({})):
@@ -168,5 +195,8 @@ def test_a_checkpoint_of_megatron_bridge(tmp_path: Path) -> None:
         assert accounts[1].verdict == (UNKNOWN if goes_on is None else SAME_ORDER if goes_on else CHANGES)
         assert accounts[2].verdict == (UNKNOWN if goes_on is None else SAME_ORDER)
         assert accounts[1].sample == 32
+    counted = {layout.sizes["dp"]: layout.data for layout in plan(run, 4, data_samples=960).layouts}
+    assert (counted[1].read_again, counted[1].never_read, counted[2].never_read) == (31, 31, 0)
+    assert "31 samples will be read again, 31 never" in counted[1].sentence
     words = description(open_checkpoint(config.parent).arguments)
     assert (words["loader"], words["consumed"]) == ("cyclic of Megatron-Bridge", "32 samples")

@@ -28,6 +28,7 @@ _DP4 = Layout(1, 1, 4)
 _STAGES = Layout(1, 2, 4)
 _TP2 = Layout(2, 1, 4)
 _DP8 = Layout(1, 1, 8)
+_PAIRS = Layout(2, 1, 8)
 _WORKERS = 8  # of all ranks
 
 
@@ -69,9 +70,13 @@ def results(base: Path) -> Results:
 
 @pytest.fixture(scope="module")
 def twice_as_many(base: Path, results: Results) -> Results:
-    """The first job under DP8, and under DP8 with too many workers."""
+    """The first job under DP8, and under DP8 with too many workers; and a job of its own under DP8, DP4, and DP8."""
     results.job("first")
+    own = base / "eight"
     turns = [
+        _turn(own, "eight", _DP8, 1, saves=True, until=LAST),
+        _turn(own, "four", _PAIRS, 2, load="eight", saves=True, until=_BETWEEN, newest=_BETWEEN, required=True),
+        _turn(own, "eight again", _DP8, 1, load="four", until=LAST, required=True),
         _turn(base, "DP8", _DP8, 1, load="first", until=LAST, required=True),
         _turn(base, "DP8, refused", _DP8, 2, load="first", required=True),
     ]
@@ -120,6 +125,16 @@ def test_twice_as_many_ranks_read_on_where_the_first_stopped(results: Results, t
     output = twice_as_many.job("DP8").output
     assert "of DP4 with --num-workers 2 are redistributed to DP8 with --num-workers 1" in output
     assert "hint: --num-workers 1" in twice_as_many["DP8, refused"].output
+
+
+def test_eight_ranks_read_on_where_four_stopped_that_read_on_where_eight_stopped(twice_as_many: Results) -> None:
+    alone, four, again = (_batches(twice_as_many, name) for name in ("eight", "four", "eight again"))
+    assert list(map(len, (alone, four, again))) == [LAST, _BETWEEN - SAVED, LAST - _BETWEEN]
+    read = sum(alone[:SAVED] + four + again, [])
+    assert len(set(read)) == len(read)
+    assert set(read) == set(sum(alone, []))
+    output = twice_as_many.job("eight again").output
+    assert "of DP4 with --num-workers 2 are redistributed to DP8 with --num-workers 1" in output
 
 
 def test_the_other_folder_of_a_job_without_stages_changes_no_order(results: Results) -> None:

@@ -50,7 +50,9 @@ def _write(place: Path, states: list[Any], rank_folder: str = "mp_rank_00") -> N
 
 def _account(place: Path, saved: int, running: int, workers: int = 2, **more: Any) -> Any:
     shared = {"dataloader_type": "external", "dataloader_save": str(place), "micro_batch_size": 2}
-    written = JobArguments.of({**shared, "data_parallel_size": saved, "num_workers": workers, **more})
+    written = JobArguments.of(
+        {"consumed_train_samples": 64, **shared, "data_parallel_size": saved, "num_workers": workers, **more}
+    )
     job = written.replace(data_parallel_size=running, num_workers=saved * workers // running)
     return with_states(data_order(written, job), written, job, _FOLDER)
 
@@ -116,9 +118,13 @@ def test_missing_and_other_files_are_said(loader: Any, tmp_path: Path) -> None:
         assert (order.verdict, order.goes_on, order.is_remarkable, states) == (CHANGES, False, True, None)
         return str(order.sentence)
 
-    assert "has 0 of them, the job of the checkpoint had 4 data-parallel ranks" in reason(tmp_path / "none", 4, 2)
+    none = reason(tmp_path / "none", 4, 2)
+    assert "has 0 of them, the job of the checkpoint had 4 data-parallel ranks" in none
+    assert none.endswith("; 64 samples will be read again, 0 never")
     _write(tmp_path / "few", [_state(loader, 0)])
-    assert "has 1 of them" in reason(tmp_path / "few", 2, 2)
+    few = reason(tmp_path / "few", 2, 2)
+    assert "has 1 of them" in few
+    assert few.endswith("is not known: some ranks may go on, others not")
     _write(tmp_path / "workers", [_state(loader, 0, 3), _state(loader, 1, 3)])
     assert "those of [3] workers, not of 2" in reason(tmp_path / "workers", 2, 1)
     _write(tmp_path / "nothing", [None, None])

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import same_training
 import torch
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count, z_loss_func
 from megatron_on_cpu import train_only
 from same_training import FEATURES, PLUGINS, TRAINED, largest_difference
 
@@ -35,6 +36,7 @@ LAYOUTS = {
     "same": (_DP4, 1),
     "micro batch 2": (_DP4, 2),
     "TP 2": (_TP2, 1),
+    "TP 2, micro batch 2": (_TP2, 2),
     "TP 2 without sequence parallelism": (Layout(2, 1, 4), 1),
     "CP 2": (Layout(1, 1, 4, more=(CONTEXT, "2")), 1),
     "256 rows": (Layout(1, 1, 4, vocabulary=256), 1),
@@ -43,6 +45,7 @@ LAYOUTS = {
 }
 """Layouts, and the samples of a micro batch."""
 CASES = {
+    ("GPT", "CP 2"): True,
     ("GPT", "256 rows"): False,
     ("GPT", "batch of 16"): False,
     ("GPT, masked losses", "micro batch 2"): False,
@@ -53,8 +56,11 @@ CASES = {
     ("multi-token prediction", "CP 2"): False,
     ("multi-token prediction, masked losses, per token", "micro batch 2"): False,
     ("multi-token prediction, masked losses, per token", "CP 2"): False,
+    # As many micro batches as before, of half of the data-parallel ranks.
+    ("experts, global_aux_loss", "TP 2, micro batch 2"): False,
     ("experts, sinkhorn", "micro batch 2"): False,
     ("experts, sinkhorn", "TP 2"): False,
+    ("experts, seq_aux_loss, per token", "micro batch 2"): True,
     ("experts, capacity factor 0.5", "micro batch 2"): False,
     ("experts, seq_aux_loss", "TP 2, EP 2, ETP 1"): True,
     ("Muon, blockwise", "TP 2"): False,
@@ -68,8 +74,11 @@ CASES = {
 """Features under a layout, and whether they then compute the same."""
 if "TEST_FEATURES" in os.environ:
     CASES = {case: is_same for case, is_same in CASES.items() if case[0] in os.environ["TEST_FEATURES"].split(";")}
-OF_0_16 = {("experts, aux_loss, per token", "TP 2"): False}
-"""The same, of a defect of core_v0.12.0 to 0.18.2."""
+OF_0_16 = {
+    ("experts, aux_loss, per token", "TP 2"): False,
+    ("experts, seq_aux_loss, per token", "micro batch 2"): False,
+}
+"""The same, of defects of core_v0.12.0 and 0.16.0 to 0.18.2."""
 MAMBA = (
     "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 8 --position-embedding-type none "
     "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
@@ -126,7 +135,7 @@ def test_mamba_layers_compute_the_same(tmp_path: Path) -> None:
 
 
 @only_for("0.16")
-def test_balancing_losses_per_token_are_scaled_by_the_ranks_in_earlier_releases(tmp_path: Path) -> None:
+def test_balancing_losses_per_token_are_scaled_by_ranks_or_micro_batches_in_earlier_releases(tmp_path: Path) -> None:
     results = _train(tmp_path, OF_0_16, of_checkout=True)
     for (feature, name), is_same in OF_0_16.items():
         assert (_difference(results, feature, name) < _ROUNDING) is is_same
@@ -144,21 +153,50 @@ def _smoothed(rank: int, ranks: int, folder: Path, results: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_label_smoothing_averages_over_the_rows_of_one_rank(tmp_path: Path) -> None:
+def _told_by_ranks(tell: Callable[..., None], ranks: int, folder: Path) -> dict[int, Any]:
+    """Return what each rank tells, in processes of their own."""
     context = multiprocessing.get_context("fork")
-    losses: dict[int, dict[int, list[list[float]]]] = {}
-    for ranks in (1, 2):
-        results = context.Queue()
-        processes = [context.Process(target=_smoothed, args=(rank, ranks, tmp_path, results)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        losses[ranks] = dict(results.get(timeout=60) for _ in processes)
-        for process in processes:
-            process.join()
+    results = context.Queue()
+    processes = [context.Process(target=tell, args=(rank, ranks, folder, results)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    told = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    return told
+
+
+def test_label_smoothing_averages_over_the_rows_of_one_rank(tmp_path: Path) -> None:
+    losses: dict[int, dict[int, list[list[float]]]] = {
+        ranks: _told_by_ranks(_smoothed, ranks, tmp_path) for ranks in (1, 2)
+    }
     (plain, smoothed), (first, of_first), (second, of_second) = losses[1][0], losses[2][0], losses[2][1]
     assert first == second == pytest.approx(plain)
     for other in (of_second, smoothed):
         assert of_first != pytest.approx(other, rel=1e-3)
+
+
+def _counted(rank: int, ranks: int, folder: Path, results: Any) -> None:
+    """Tell how many tokens a rank counts as its own, of 2 on the first rank and 4 on the second."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks)
+    routes = torch.zeros(6, 4, dtype=torch.bool)
+    routes[: 2 + 2 * rank, 0] = True
+    counts = get_tokens_per_expert_and_token_count(routes, torch.distributed.group.WORLD, 1, with_padding_mask=True)
+    results.put((rank, [float(count) for count in counts[1:]]))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_router_counts_the_tokens_of_all_ranks_as_its_own_if_some_are_masked(tmp_path: Path) -> None:
+    assert _told_by_ranks(_counted, 2, tmp_path) == {0: [6.0, 6.0], 1: [6.0, 6.0]}
+    assert _told_by_ranks(_counted, 1, tmp_path) == {0: [2.0, 2.0]}
+
+
+def test_z_loss_averages_over_the_unmasked_tokens_of_each_rank() -> None:
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    masked = torch.tensor([False, True, True, False, False, False])
+    whole = float(z_loss_func(logits, 1.0, padding_mask=masked))
+    of_ranks = [float(z_loss_func(logits[half], 1.0, padding_mask=masked[half])) for half in (slice(3), slice(3, 6))]
+    assert sum(of_ranks) / 2 != pytest.approx(whole, rel=1e-3)
 
 
 def test_no_argument_of_megatron_smooths_labels() -> None:
