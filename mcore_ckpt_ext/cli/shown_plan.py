@@ -187,7 +187,7 @@ def _data(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
     by_sentence: dict[str, list[str]] = {}
     for planned in layouts:
         if planned.data.is_remarkable:
-            hint = f"; it goes on with {planned.data.hint}" if planned.data.hint else ""
+            hint = f"; to keep the order: {planned.data.hint}" if planned.data.hint else ""
             by_sentence.setdefault(f"{planned.data.sentence}{hint}", []).append(planned.layout)
     return _sentences_of_layouts(by_sentence, len(layouts))
 

@@ -194,7 +194,7 @@ def test_plan_names_the_workers_of_each_layout(
     results.job("first")
     for gpus, workers in ((4, 4), (8, 1)):
         assert main(["plan", str(base / "first" / "checkpoints"), "--gpus", str(gpus)]) == 0
-        assert f"it goes on with --num-workers {workers}: " in capsys.readouterr().out
+        assert f"to keep the order: --num-workers {workers}: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
