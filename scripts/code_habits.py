@@ -32,7 +32,7 @@ LIMITS = {
     "functions with a local name that says nothing": 77,
     "functions named by a preposition": 21,
     "tuple assignments of unrelated values": 64,
-    "lines exempt from the formatter": 51,
+    "lines exempt from the formatter": 50,
     "functions with more than seven parameters": 15,
     "functions of more than sixty lines": 7,
     "files of more than 350 lines": 0,

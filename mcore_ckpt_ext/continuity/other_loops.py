@@ -116,19 +116,20 @@ def _random_sampler_changes(
     if (before.data_parallel, before.micro_batch) == (now.data_parallel, now.micro_batch):
         return
     if before.is_sharded and before.data_parallel != now.data_parallel:
-        why, verdict = _SHARDED
+        why = _SHARDED
     elif samples is None:
-        why, verdict = _WHOLE
+        why = _NOT_RECORDED
     elif has_same_epochs(samples, before, now):
         return
     else:
-        why, verdict = f"an epoch of {counted(samples, 'sample')} is another one", CHANGES
+        why = f"an epoch of {counted(samples, 'sample')} is another one"
+    verdict = UNKNOWN if why == _NOT_RECORDED else CHANGES
     uncounted = OF_THE_DATA_SET if loop_of(written) == BRIDGE else "the seed of the loader is not recorded"
     yield OrderChange(_layouts_in_words(written, before, now), why, source, f"keep {before}", verdict, uncounted)
 
 
-_SHARDED = "each rank reads a part of the data set of its own, so that samples are read again or never", CHANGES
-_WHOLE = "the order is the same only if an epoch has as many samples under both, which is not recorded", UNKNOWN
+_SHARDED = "each rank reads a part of the data set of its own, so that samples are read again or never"
+_NOT_RECORDED = "the order is the same only if an epoch has as many samples under both, which is not recorded"
 
 
 def _layouts_in_words(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> str:
