@@ -1,7 +1,7 @@
 """Train twelve iterations in one go, and as four under each of three layouts: the same but for rounding.
 
-In fp32, but for optimizers that train only bf16. TEST_FEATURES names features of `scripts/same_training.py`, or of
-`BF16`, for a part. Of the optimizers of Megatron 0.19.2, these rows are missing:
+In fp32, but for optimizers that train only bf16. TEST_FEATURES names features of `scripts/same_training.py`, of `SAVES`
+or of `BF16`, for a part. Of the optimizers of Megatron 0.19.2, these rows are missing:
 
 | optimizer | why it cannot be trained there and back |
 |---|---|
@@ -37,6 +37,10 @@ THERE = {
     "attention sinks alone": (_DP8, _PP2),
 }
 """Features that compute something else under TP2 x PP2 x DP2 than under DP8: two layouts that keep them."""
+SAVES = {
+    "asynchronous saves": "--async-save --use-persistent-ckpt-worker",
+    "fully_reshardable": "--dist-ckpt-optim-fully-reshardable",
+}
 _AWARE = "--use-precision-aware-optimizer"
 BF16 = {
     "Adam in bf16": "",
@@ -53,12 +57,12 @@ _BF16_PLUGINS = {
 # Muon's iteration in bf16 amplifies rounding.
 _LARGEST = {"Muon, duplicated": 1e-3, "Muon, distributed": 1e-3, "Muon, blockwise": 1e-3, **dict.fromkeys(BF16, 5e-3)}
 _ROUNDING = 1e-6
-NAMES = os.environ["TEST_FEATURES"].split(";") if "TEST_FEATURES" in os.environ else sorted({*FEATURES, *BF16})
+NAMES = os.environ["TEST_FEATURES"].split(";") if "TEST_FEATURES" in os.environ else sorted({*FEATURES, *SAVES, *BF16})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_there_and_back_is_training_in_one_go(name: str, tmp_path: Path) -> None:
-    feature = {**FEATURES, **BF16}[name].split()
+    feature = {**FEATURES, **SAVES, **BF16}[name].split()
     # Megatron saves no bucket of a distributed optimizer in which a rank has nothing (`distrib_optimizer.py`).
     optimizer = () if "--optimizer" in feature or name in TRAINED else ("--use-distributed-optimizer",)
     precision = {} if name in BF16 else {"precision": ()}
