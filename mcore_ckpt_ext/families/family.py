@@ -31,7 +31,7 @@ from mcore_ckpt_ext.families.config_keys import (
     OF_THE_FILE,
     WITHOUT_EFFECT,
     NeutralKeys,
-    class_default,
+    default_sizes,
     neutral_keys,
 )
 from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
@@ -75,7 +75,6 @@ __all__ = [
 
 _SHOWN = 40
 _MOST_SHOWN = 6
-_POSITIONS = "max_position_embeddings"
 
 
 class Family:
@@ -158,8 +157,7 @@ class Family:
         Raises:
             UnsupportedCheckpointError: a key is missing, or has a value that Megatron cannot express.
         """
-        default = class_default(str(config.get("model_type")), _POSITIONS)
-        config = {**({} if default is None else {_POSITIONS: default}), **self.defaults, **config}
+        config = {**default_sizes(str(config.get("model_type"))), **self.defaults, **config}
         arguments: dict[str, Any] = {}
         try:
             for setting in self.settings:

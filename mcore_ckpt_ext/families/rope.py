@@ -12,7 +12,7 @@ from math import log
 from typing import Any
 
 from mcore_ckpt_ext.errors import counted, shorten
-from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, unrepresentable
+from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, unrepresentable, without_value
 from mcore_ckpt_ext.families.settings import Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -150,6 +150,8 @@ def rope(
             of_width = config[width] / config["head_dim"]
             if round(parameters.setdefault(_PART, of_width) * config["head_dim"]) != config[width]:
                 raise contradictory(width, config[width], f"{_PART} {parameters[_PART]} of {config['head_dim']}")
+        if partial is not None and _PART not in parameters and _PART in config:
+            raise without_value(_PART, partial)
         kind, part = parameters["rope_type"], parameters.get(_PART, partial or 1.0)
         arguments = {
             "position_embedding_type": "rope",
