@@ -77,6 +77,8 @@ WITHOUT_EFFECT = OF_THE_FILE.union(
 )
 _BASE = "PretrainedConfig"
 _SHOWN = 8
+MOST_LISTED = 100
+"""Keys that a refusal lists: all of any published file."""
 _accepted: ContextVar[frozenset[str]] = ContextVar("accepted_keys", default=frozenset())
 
 

@@ -416,6 +416,22 @@ def test_numbers_that_are_stored_less_one_are_rounded_once(tmp_path: Path) -> No
     assert (fact.a, fact.b) == ("3 norms, when 1 is subtracted", "nothing")
 
 
+def test_numbers_of_a_half_and_more_keep_their_bits_when_1_is_subtracted(tmp_path: Path) -> None:
+    """The difference of 1 and a number of bfloat16 from 0.5 to 256 is a number of bfloat16."""
+    make("qwen3_next", tmp_path / "model", torch.bfloat16)
+    stored = tensors(tmp_path / "model")
+    norms = sorted(name for name in stored if name.endswith("linear_attn.norm.weight"))
+    codes = torch.arange(0x3F00, 0x4380).to(torch.int16).view(torch.bfloat16)  # all numbers from 0.5 to 255
+    some = codes[:: len(codes) // sum(stored[name].numel() for name in norms)]
+    for name, values in zip(norms, some.split(stored[norms[0]].numel()), strict=False):
+        stored[name] = values.clone()
+    save_file(stored, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+    assert torch.equal((codes.float() - 1).bfloat16().float() + 1, codes.float())
+
+
 def test_more_experts_for_a_token_than_there_are(models: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(models["gpt_oss"], tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
