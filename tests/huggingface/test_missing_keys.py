@@ -11,12 +11,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.config_keys import SIZES
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.families.vision import sections_of
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from tests.harness.huggingface import CONFIGS, save_whole, tensors
 
@@ -126,3 +129,12 @@ def test_the_text_of_an_older_file_may_tie_the_whole(kind: str) -> None:
     text = text_config(config)
     assert text is not None
     assert text[_TIED] == AutoConfig.for_model(**config).tie_word_embeddings
+
+
+def test_axes_of_positions_in_images_are_those_of_the_class() -> None:
+    """Some files of Qwen3-VL have a base of RoPE alone."""
+    classes = {"qwen2_5_vl": Qwen2_5_VLRotaryEmbedding, "qwen3_vl": Qwen3VLTextRotaryEmbedding}
+    for kind, of_class in classes.items():
+        config = AutoConfig.for_model(kind)
+        assert sections_of({"model_type": kind, "text_config": {}}) == of_class(config.text_config).mrope_section
+    assert sections_of({"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"mrope_section": [1]}}}) == [1]
