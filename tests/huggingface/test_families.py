@@ -154,7 +154,8 @@ _NOT_FOR_BRIDGE = {"deepseek_v2_lite"}
 def test_round_trip_through_the_format_of_megatron_bridge(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     """`run_config.yaml` is equivalent to `config.json`."""
     mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist(loop="bridge"))
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    report = mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert not [note for note in report.notes if note.startswith("unknown arguments")]
     assert_same_tensors(models[name], tmp_path / "back")
     before, after = configuration(models[name], name), configuration(tmp_path / "back", name)
     differing = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
