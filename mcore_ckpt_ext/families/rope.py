@@ -146,12 +146,12 @@ def rope(
         by_default = scaling is not None and not any(config.get(key) for key in _NESTED)
         explicit = {**config, "rope_scaling": scaling} if by_default else config
         parameters = rope_parameters(explicit, theta, ignored, dynamic=True)
+        if partial is not None and _PART not in parameters and _PART in config:
+            raise without_value(_PART, partial)
         if width and config.get(width) is not None:
             of_width = config[width] / config["head_dim"]
             if round(parameters.setdefault(_PART, of_width) * config["head_dim"]) != config[width]:
                 raise contradictory(width, config[width], f"{_PART} {parameters[_PART]} of {config['head_dim']}")
-        if partial is not None and _PART not in parameters and _PART in config:
-            raise without_value(_PART, partial)
         kind, part = parameters["rope_type"], parameters.get(_PART, partial or 1.0)
         arguments = {
             "position_embedding_type": "rope",

@@ -68,7 +68,6 @@ def test_ministral_3_without_a_base_or_without_any_key_of_rope() -> None:
 def test_a_rotated_part_without_a_value_is_refused(name: str) -> None:
     """A class rotates whole heads where the key is null, and a part of them where it is missing."""
     config = _config(name, partial_rotary_factor=None, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
-    config.pop("rotary_dim", None)
     assert AutoConfig.for_model(**config).to_dict()["rope_parameters"].get("partial_rotary_factor") is None
     with pytest.raises(UnsupportedCheckpointError, match="partial_rotary_factor: null"):
         _arguments(config)
