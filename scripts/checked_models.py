@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.families.checked import TABLE
+from mcore_ckpt_ext.families.config_keys import neutral_keys
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
-from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.families.text_parts import class_of_text, text_config
 from mcore_ckpt_ext.job.arguments.row import Changes
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -46,9 +47,10 @@ def table() -> dict[str, dict[str, Any]]:
         described = text_config(config) or config
         try:
             family = family_of_config(described, name)
-            arguments = family.mapped_arguments(described).replace(mtp_num_layers=None)
+            neutral = neutral_keys(described, class_of_text(config, described), config)
+            arguments = family.arguments(described, neutral).replace(mtp_num_layers=None)
             since[family.model_type].append(_release(arguments))
-        except CheckpointError:  # a published model that Megatron cannot build
+        except CheckpointError:  # a published model that is refused
             continue
         if name:
             models[family.model_type].append(name)

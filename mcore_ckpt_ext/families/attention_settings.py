@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, unrepresentable
 from mcore_ckpt_ext.families.settings import Custom, Excludes, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -156,6 +156,19 @@ def sliding_window(absent: int | None) -> Setting:
     )
 
 
+def check_kinds_of_attention(config: Config, *kinds: str) -> None:
+    """Check that `layer_types`, if present, lists one of `kinds` for each layer.
+
+    As transformers does (`validate_layer_type`, configuration_utils.py, 5.23).
+    """
+    listed = config.get("layer_types") or []
+    layers = config["num_hidden_layers"]
+    others = [kind for kind in listed if kind not in kinds]
+    if others or (listed and len(listed) != layers):
+        counts = f"{counted(len(listed), 'kind')} for {counted(layers, 'layer')}"
+        raise unrepresentable("layer_types", others[0] if others else counts, f"{kinds[0]} in every layer")
+
+
 def full_attention(*more: str, reaches: Callable[[Config], bool] = lambda config: True) -> Setting:
     """Return the setting without sliding windows, which checks `layer_types` and the switches `more`.
 
@@ -169,9 +182,7 @@ def full_attention(*more: str, reaches: Callable[[Config], bool] = lambda config
         for key in (switch, *more) if reaches(config) else more:
             if config.get(key):
                 raise unrepresentable(key, config[key], "False")
-        kinds = config.get("layer_types") or []
-        if others := [kind for kind in kinds if kind != "full_attention"]:
-            raise unrepresentable("layer_types", others[0], "full_attention in every layer")
+        check_kinds_of_attention(config, "full_attention")
         return {}
 
     return Custom((switch, *more, "layer_types"), lambda arguments: {switch: False}, to_arguments)

@@ -32,7 +32,7 @@ _LAYERS_BY_CONTENT = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_b
 # Families whose rotated part of a head AutoBridge takes from `partial_rotary_factor` of the configuration's object
 # (`CONFIG_MAPPING`, conversion/model_bridge.py of 0.6.2 and commit 067f987d). Since 5.0, transformers moves that key
 # into `rope_parameters` (`convert_rope_params_to_dict`), also when it reads released folders.
-_WITH_MOVED_FACTOR = ("glm4_moe", "nemotron", "qwen3_next")
+_WITH_MOVED_FACTOR = ("bailing_moe", "bailing_moe_v2", "glm4_moe", "nemotron", "qwen3_next")
 
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
 _EXACT_GELU = "torch.nn.functional.gelu"

@@ -40,6 +40,22 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
     )
 
 
+def without_value(key: str, default: Any) -> UnsupportedCheckpointError:
+    """Return the error for a null key; transformers keeps null, so Megatron's value would differ.
+
+    Args:
+        key: the key.
+        default: the value that the class has without the key.
+    """
+    return UnsupportedCheckpointError(
+        "config.json has a key without a value",
+        found=f"{key}: null",
+        expected=f"a value, or no such key, which means {default}",
+        where="config.json",
+        hint="set the value used in training",
+    )
+
+
 def checked_divisor(key: str, value: Any, heads: int) -> int:
     """Return the value of a key that has to divide the number of heads.
 

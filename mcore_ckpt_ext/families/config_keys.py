@@ -32,6 +32,21 @@ ABOUT_OTHER_FILES = frozenset({"auto_map", "quantization_config"})
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys for the number of multi-token prediction (MTP) layers; folders written by transformers have none."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "n_embd",
+    "n_layer",
+    "n_head",
+)
+"""Sizes that most classes declare, each with a default of its own; published files leave some of them out."""
 
 _TEXT = """
     architectures model_type
@@ -62,6 +77,8 @@ WITHOUT_EFFECT = OF_THE_FILE.union(
 )
 _BASE = "PretrainedConfig"
 _SHOWN = 8
+MOST_LISTED = 100
+"""Keys that a refusal lists: all of any published file."""
 _accepted: ContextVar[frozenset[str]] = ContextVar("accepted_keys", default=frozenset())
 
 
@@ -148,10 +165,10 @@ def neutral_keys(
     )
 
 
-def class_default(model_type: str, key: str) -> Any:
-    """Return the default of a key in the newest known class of a model type; None if there is none."""
-    declared = [classes[model_type]["declares"].get(key) for classes in _table().values() if model_type in classes]
-    return declared[-1] if declared else None
+def default_sizes(model_type: str) -> dict[str, Any]:
+    """Return the default of each of `SIZES` that the newest known class of a model type has."""
+    declared = [classes[model_type]["declares"] for classes in _table().values() if model_type in classes]
+    return {key: declared[-1][key] for key in SIZES if declared and declared[-1].get(key) is not None}
 
 
 def _why_strict(config: Mapping[str, Any], is_known: bool, model_type: str) -> str:

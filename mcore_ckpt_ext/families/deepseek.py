@@ -212,10 +212,14 @@ def grouped_choice(groups: int, chosen: int) -> Setting:
         return {"n_group": arguments.moe_router_num_groups or 1, "topk_group": arguments.moe_router_group_topk or 1}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        several = (config.get("n_group", groups) or 1) > 1
+        of_groups = config.get("n_group", groups)
+        of_chosen = config.get("topk_group", chosen)
+        if of_chosen is not None:
+            checked_size("topk_group", of_chosen)
+        several = (of_groups or 1) > 1
         return {
-            "moe_router_num_groups": config.get("n_group", groups) if several else None,
-            "moe_router_group_topk": config.get("topk_group", chosen) if several else None,
+            "moe_router_num_groups": of_groups if several else None,
+            "moe_router_group_topk": of_chosen if several else None,
         }
 
     expressed = ("moe_router_num_groups", "moe_router_group_topk")

@@ -36,7 +36,7 @@ def mtp_layers() -> Setting:
     )
 
 
-def _check_head_dim(config: Config) -> None:
+def check_head_dim(config: Config) -> None:
     """Check `head_dim`, for which transformers computes rotation angles."""
     width = config.get("head_dim")
     rotated = config.get("qk_rope_head_dim", 64)
@@ -83,7 +83,7 @@ class DeepSeekV3(WithMtp):
         dense_first(3),
         *sigmoid_routing(8, 4, 2.5),
         mtp_layers(),
-        CheckedKeys("head_dim", check=_check_head_dim),
+        CheckedKeys("head_dim", check=check_head_dim),
         Constant("rope_interleave", True, {}),
     )
 

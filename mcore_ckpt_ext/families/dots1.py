@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.attention_settings import check_kinds_of_attention
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
@@ -28,11 +29,9 @@ def _full_attention() -> Setting:
     def to_arguments(config: Config) -> dict[str, Any]:
         first = config.get(_FIRST, 62)
         begins = config.get(_WINDOW, 4096) is not None and first < config["num_hidden_layers"]
-        kinds = config.get(_KINDS)
-        if kinds is None and begins:
+        if config.get(_KINDS) is None and begins:
             raise unrepresentable(_FIRST, first, f"{config['num_hidden_layers']} or more, or sliding_window: null")
-        if others := [kind for kind in kinds or [] if kind != "full_attention"]:
-            raise unrepresentable(_KINDS, others[0], "full_attention in every layer")
+        check_kinds_of_attention(config, "full_attention")
         return {}
 
     return Custom((_WINDOW, _FIRST, _KINDS), lambda arguments: {_WINDOW: None}, to_arguments)

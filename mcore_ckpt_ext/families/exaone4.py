@@ -7,6 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.attention_settings import check_kinds_of_attention
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
@@ -28,8 +29,7 @@ def _full_attention_settings(config: Config) -> dict[str, Any]:
     if (width := config.get(_WINDOW, 4096)) is not None:
         has_layers = f"{width}, with layers that have neither window nor positions"
         raise unrepresentable(_WINDOW, has_layers, "null: Megatron-Bridge only builds EXAONE 4.0 with full attention")
-    if others := {*(config.get(_KINDS) or ())} - {_FULL}:
-        raise unrepresentable(_KINDS, ", ".join(sorted(map(str, others))), _FULL)
+    check_kinds_of_attention(config, _FULL)
     return {}
 
 

@@ -24,14 +24,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted, shorten
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted, join_some, shorten
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.config_keys import (
     ABOUT_OTHER_FILES,
+    MOST_LISTED,
     OF_THE_FILE,
     WITHOUT_EFFECT,
     NeutralKeys,
-    class_default,
+    default_sizes,
     neutral_keys,
 )
 from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
@@ -74,8 +75,7 @@ __all__ = [
 ]
 
 _SHOWN = 40
-_MOST_SHOWN = 6
-_POSITIONS = "max_position_embeddings"
+_MOST_ACCEPTED = 6
 
 
 class Family:
@@ -158,8 +158,7 @@ class Family:
         Raises:
             UnsupportedCheckpointError: a key is missing, or has a value that Megatron cannot express.
         """
-        default = class_default(str(config.get("model_type")), _POSITIONS)
-        config = {**({} if default is None else {_POSITIONS: default}), **self.defaults, **config}
+        config = {**default_sizes(str(config.get("model_type"))), **self.defaults, **config}
         arguments: dict[str, Any] = {}
         try:
             for setting in self.settings:
@@ -195,12 +194,12 @@ class Family:
         strange = sorted(key for key, value in config.items() if key not in known_keys and value is not None)
         if not strange:
             return
-        listed = ", ".join(f"{key}: {shorten(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
-        more = f", and {len(strange) - _MOST_SHOWN} more" if len(strange) > _MOST_SHOWN else ""
-        accept = " ".join(f"--accept-key {key}" for key in strange[:_MOST_SHOWN])
+        listed = join_some([f"{key}: {shorten(repr(config[key]), _SHOWN)}" for key in strange], MOST_LISTED)
+        several = len(strange) > _MOST_ACCEPTED
+        accept = "--accept-key KEY for each" if several else " ".join(f"--accept-key {key}" for key in strange)
         raise UnsupportedCheckpointError(
             f"config.json has keys unknown for {self.name} that may change what the model computes",
-            found=listed + more + (f" ({neutral.strict})" if neutral.strict else ""),
+            found=listed + (f" ({neutral.strict})" if neutral.strict else ""),
             where="config.json",
             hint=f"if they do not: {accept} (in a job: {ACCEPT_KEYS.flag}); to map them, a family of your own "
             "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",

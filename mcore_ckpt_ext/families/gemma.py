@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING
 from mcore_ckpt_ext.families.config_checks import Config, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting
+from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Mapped, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _APPROXIMATION = "gelu_pytorch_tanh"
@@ -58,6 +58,6 @@ class Gemma(Family):
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Constant("attention_bias", False, NO_BIASES),
-        Constant("use_bidirectional_attention", None, {}),
+        Forbidden("use_bidirectional_attention"),
         Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "scaled_embeddings": True}),
     )

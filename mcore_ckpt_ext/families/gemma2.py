@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, 
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING, gelu
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Nullable, Requires, Setting
+from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Mapped, Nullable, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS = "decoder.layers.{layer}"
@@ -85,7 +85,7 @@ class Gemma2(Family):
         query_scalar(),
         Nullable("attn_logit_softcapping", "attention_softcap", 50.0),
         Nullable("final_logit_softcapping", "final_logit_softcap", 30.0),
-        Constant("use_bidirectional_attention", None, {}),
+        Forbidden("use_bidirectional_attention"),
         Requires({"scaled_embeddings": True}),
     )
 

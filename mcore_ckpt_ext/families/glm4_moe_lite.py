@@ -13,8 +13,8 @@ from mcore_ckpt_ext.families.deepseek import (
     latent_settings,
     sigmoid_routing,
 )
-from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, mtp_layers
-from mcore_ckpt_ext.families.settings import Constant
+from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, check_head_dim, mtp_layers
+from mcore_ckpt_ext.families.settings import CheckedKeys, Constant
 
 
 def _pattern(config: Config) -> list[int]:
@@ -48,6 +48,7 @@ class Glm4MoELite(DeepSeekV3):
         _LAYERS,
         *sigmoid_routing(1, 1, 1.8),
         mtp_layers(),
+        CheckedKeys("head_dim", check=check_head_dim),
         Constant("rope_interleave", True, {}),
         Constant("partial_rotary_factor", 1.0, {}),
     )

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.attention_settings import check_kinds_of_attention
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     LATENT_ATTENTION,
@@ -74,8 +75,7 @@ _LAYERS = listed_dense_first(3)
 
 def _check_layer_types(config: Config) -> None:
     """Check `layer_types`; transformers renames older names (`configuration_utils.py`, 5.23)."""
-    if others := {*(config.get("layer_types") or ())} - {_INDEXED, "deepseek_sparse_attention"}:
-        raise unrepresentable("layer_types", sorted(others)[0], f"{_INDEXED} in every layer")
+    check_kinds_of_attention(config, _INDEXED, "deepseek_sparse_attention")
 
 
 _KINDS_OF_INDEXERS = "indexer_types"

@@ -19,6 +19,19 @@ _BETA = "llama_4_scaling_beta"
 _NESTED = "rope_parameters"
 _LENGTH = "max_position_embeddings"  # repeated among the keys of RoPE, where the class does not read it
 
+# What the class has without `rope_parameters` (configuration_ministral3.py); where they lack a base, it is 10,000.
+_SCALING = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
+
 
 def _positions() -> Setting:
     """Return the setting of YaRN; its keys include a scaling of queries, which Megatron Core lacks.
@@ -26,7 +39,7 @@ def _positions() -> Setting:
     A query is multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings)), which is 1 for
     positions below that length (`get_llama_4_attn_scale` of transformers/models/ministral3, 5.23).
     """
-    yarn = rope(1000000.0, ignored=(_BETA, _LENGTH))
+    yarn = rope(ignored=(_BETA, _LENGTH), scaling=_SCALING)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         config = yarn.config(arguments)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
-from mcore_ckpt_ext.families.config_keys import WITHOUT_EFFECT
+from mcore_ckpt_ext.families.config_keys import MOST_LISTED, WITHOUT_EFFECT
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rules import Rule, matching
 from mcore_ckpt_ext.families.text_parts import text_names, text_section
@@ -44,7 +44,9 @@ class Nearest:
     def __str__(self) -> str:
         """Describe the family for messages."""
         unmapped = [
-            f"{join_some(names)} ({kind})" for names, kind in ((self.keys, "keys"), (self.tensors, "tensors")) if names
+            f"{join_some(names, MOST_LISTED)} ({kind})"
+            for names, kind in ((self.keys, "keys"), (self.tensors, "tensors"))
+            if names
         ]
         return f"{self.family.name}, except {' and '.join(unmapped)}" if unmapped else f"{self.family.name}, by names"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.families.config_checks import Config, checked_size
+from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory
 from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.settings import Coefficient, Custom, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
@@ -55,7 +55,10 @@ def expert_count(default: int) -> Setting:
 
 
 def _count(config: Config, default: int) -> Any:
-    return config.get("num_experts") or config.get("num_local_experts") or default
+    counts = [config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None]
+    if len({*counts}) > 1:
+        raise contradictory("num_experts", counts[0], f"{counts[1]} as num_local_experts")
+    return counts[0] if counts else default
 
 
 def normalized_choice(by_default: bool = False) -> Setting:

@@ -9,7 +9,14 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.config_checks import MOST_COUNTED, Config, checked_size, mismatches, unrepresentable
+from mcore_ckpt_ext.families.config_checks import (
+    MOST_COUNTED,
+    Config,
+    checked_size,
+    mismatches,
+    unrepresentable,
+    without_value,
+)
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
@@ -66,14 +73,8 @@ class Mapped(Setting):
         value = config.get(self.key, self.default)
         if value is None and self.default is None and self.key not in config:
             raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
-        if value is None and self.default is not None:  # transformers keeps null, so Megatron's value would differ
-            raise UnsupportedCheckpointError(
-                "config.json has a key without a value",
-                found=f"{self.key}: null",
-                expected=f"a value, or no such key, which means {self.default}",
-                where="config.json",
-                hint="set the value used in training",
-            )
+        if value is None and self.default is not None:
+            raise without_value(self.key, self.default)
         return {self.argument: value}
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.config_keys import class_default
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 
 # The family of the language model by the type of the whole model.
@@ -52,8 +51,10 @@ _NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministr
 # Types whose language model is that of any family, with the configuration class of that family.
 _OF_ANY_FAMILY = ("llava", "llava_llama", "llava_mistral", "llava_next", "llava_onevision", "maira2")
 # Types whose model is tied if either part says so (`__post_init__` of their configuration).
-_TIED_BY_TEXT = ("llava", "llava_onevision")
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_TIED_BY_TEXT = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe")
+# Types whose model is tied if neither part says that it is not, and the folder has no output layer (`Mistral3Config`,
+# `KimiK25Config`, `Qwen3ASRConfig` and `tie_weights` of modeling_utils.py, 5.23).
+_TIED_BY_DEFAULT = ("mistral3", "kimi_k25", "qwen3_asr")
 # Keys about images in a LLaVA without `text_config`.
 _IMAGES_OF_LLAVA = re.compile(
     r"(((un)?freeze|tune)_)?mm_|image_|use_mm_proj$|tokenizer_(padding_side|model_max_length)$"
@@ -87,7 +88,7 @@ _OF_IMAGES = (
     "spatial_merge_size",
     "vision_feature_layer",
 )
-_TIED = "tie_word_embeddings"
+TIED = "tie_word_embeddings"
 _OF_THE_FILE = ("quantization_config", "torch_dtype", "dtype")
 _ROPE = ("rope_scaling", "rope_parameters")
 _AXES = ("mrope_section", "mrope_interleaved")
@@ -121,10 +122,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         kind = named
     owner = _owner_of_text(config)
     whole = {key: config[key] for key in _OF_THE_FILE if key in config}
-    if _TIED in owner:  # the model around the text ties its embeddings
-        is_tied_by_text = whole_kind in _TIED_BY_TEXT and bool((inside or {}).get(_TIED))
-        whole[_TIED] = owner[_TIED] or is_tied_by_text
-    text = {**_defaults(whole_kind, kind), **(_language_config(config) if inside is None else inside), **whole}
+    if TIED in owner:  # the model around the text ties its embeddings
+        is_tied_by_text = whole_kind in _TIED_BY_TEXT and bool((inside or {}).get(TIED))
+        whole[TIED] = owner[TIED] or is_tied_by_text
+    text = {**_DEFAULTS.get(whole_kind, {}), **(_language_config(config) if inside is None else inside), **whole}
     for key in (*_OF_IMAGES, *_TEXT):
         text.pop(key, None)
     for key in _ROPE:
@@ -132,6 +133,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             text[key] = _one_axis_scaling(text[key])
     always = _ALWAYS.get(str(config["model_type"]), {})
     return {**text, **always, "model_type": kind, "architectures": None}
+
+
+def tied_by_default(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` leaves it to the folder's tensors whether the embeddings are tied."""
+    return config.get("model_type") in _TIED_BY_DEFAULT and TIED not in config
 
 
 def class_of_text(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
@@ -143,14 +149,6 @@ def class_of_text(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """
     kind = str(config.get("model_type"))
     return str(text["model_type"]) if kind in _OF_ANY_FAMILY else kind
-
-
-def _defaults(whole_kind: str, kind: str) -> Mapping[str, Any]:
-    """Return the defaults of a language model's class that its family does not have."""
-    if whole_kind in _OF_ANY_FAMILY:  # published without sizes that are those of the class
-        sizes = {key: class_default(kind, key) for key in _SIZES}
-        return {key: size for key, size in sizes.items() if size is not None}
-    return _DEFAULTS.get(whole_kind, {})
 
 
 def _language_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ PREFIX = f"{LANGUAGE_MODEL}."
 """The prefix of the language model's names in Megatron-Bridge."""
 _ROPE = ("rope_parameters", "rope_scaling")
 _SECTIONS = "mrope_section"
+# Of classes in transformers 5.23 (`rope_parameters.get("mrope_section", ...)`) and of the providers of Megatron-Bridge.
+_SECTIONS_OF_CLASS = {"qwen2_5_vl": [16, 24, 24], "qwen3_vl": [24, 20, 20], "qwen3_vl_moe": [24, 20, 20]}
 _THETA = 10000.0  # RoPE base of vision towers: no class of Megatron-Bridge has another
 _NUMBER = "*"
 _OF_TEXT = "model."
@@ -214,13 +216,17 @@ class VisionTower:
 
 
 def sections_of(config: Mapping[str, Any]) -> Any:
-    """Return the number of frequencies for each axis of a position; None if `config.json` has none."""
+    """Return the number of frequencies for each axis of positions in images.
+
+    Returns:
+        That of the class if `config.json` has none; None if the class has none, either.
+    """
     inside = config.get("text_config")
     for part in (inside if isinstance(inside, Mapping) else {}, config):
         for key in _ROPE:
             if isinstance(part.get(key), Mapping) and part[key].get(_SECTIONS) is not None:
                 return part[key][_SECTIONS]
-    return None
+    return _SECTIONS_OF_CLASS.get(str(config.get("model_type")))
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:

@@ -21,6 +21,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 # Features that Megatron does not support, with the reason.
 REFUSED = {
     "deepseek-v2-ipex": "transformers ranks a group of experts by its best one, Megatron by the sum of its best 2",
+    "ome--gte_qwen2_7b": "is_causal: False",
     "phi-3.5": "short_factor scales 5 of 6 frequencies each in its own way",
     "phi-4-mini": "attention factor multiplies the part of a head that is rotated, 0.75",
 }

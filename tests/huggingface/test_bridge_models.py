@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,15 @@ def test_the_rotated_part_of_a_head_of_minimax_is_written_as_released() -> None:
     inexact = arguments.replace(rotary_percent=0.4)  # 6.4 of 16 elements
     others = {key: value for key, value in config.items() if key != "rope_parameters"}
     assert family.arguments({**others, **family.config(inexact)}).rotary_percent == 0.4
+
+
+def test_ling_in_autobridge_is_named(tmp_path: Path) -> None:
+    """Bridge's own class of its configuration leaves the rotated part to `rope_parameters`, too."""
+    source = shutil.copytree(Path(__file__).parent / "own_code" / "bailing_moe_v2", tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    assert config["partial_rotary_factor"] == 0.5
+    report = convert(source, tmp_path / "run", TorchDist(loop="bridge"))
+    assert any("not by AutoBridge" in note and "a part of 0.5" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("name", "differs"), [("nemotron", True), ("qwen3_next", True), ("minimax_m2", False)])

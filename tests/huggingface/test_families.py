@@ -154,7 +154,8 @@ _NOT_FOR_BRIDGE = {"deepseek_v2_lite"}
 def test_round_trip_through_the_format_of_megatron_bridge(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     """`run_config.yaml` is equivalent to `config.json`."""
     mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist(loop="bridge"))
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    report = mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert not [note for note in report.notes if note.startswith("unknown arguments")]
     assert_same_tensors(models[name], tmp_path / "back")
     before, after = configuration(models[name], name), configuration(tmp_path / "back", name)
     differing = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
@@ -414,6 +415,22 @@ def test_numbers_that_are_stored_less_one_are_rounded_once(tmp_path: Path) -> No
     assert beside.equal
     (fact,) = (fact for fact in beside.facts if fact.what == "rounded before")
     assert (fact.a, fact.b) == ("3 norms, when 1 is subtracted", "nothing")
+
+
+def test_numbers_of_a_half_and_more_keep_their_bits_when_1_is_subtracted(tmp_path: Path) -> None:
+    """The difference of 1 and a number of bfloat16 from 0.5 to 256 is a number of bfloat16."""
+    make("qwen3_next", tmp_path / "model", torch.bfloat16)
+    stored = tensors(tmp_path / "model")
+    norms = sorted(name for name in stored if name.endswith("linear_attn.norm.weight"))
+    codes = torch.arange(0x3F00, 0x4380).to(torch.int16).view(torch.bfloat16)  # all numbers from 0.5 to 255
+    some = codes[:: len(codes) // sum(stored[name].numel() for name in norms)]
+    for name, values in zip(norms, some.split(stored[norms[0]].numel()), strict=False):
+        stored[name] = values.clone()
+    save_file(stored, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+    assert torch.equal((codes.float() - 1).bfloat16().float() + 1, codes.float())
 
 
 def test_more_experts_for_a_token_than_there_are(models: dict[str, Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
@@ -85,7 +85,8 @@ def test_the_small_files_of_tokenizers(models: dict[str, Path], tmp_path: Path) 
         (tokenizer / name).parent.mkdir(parents=True, exist_ok=True)
         (tokenizer / name).write_text(name)
     (tokenizer / "modeling_kimi.py").write_text("")
-    config = {"model_type": "qwen3", "bos_token_id": 7, "eos_token_id": [8, 9], "layer_types": ["full_attention"] * 9}
+    tokens = {"bos_token_id": 7, "eos_token_id": [8, 9]}
+    config = {**Qwen3Config(num_hidden_layers=9).to_dict(), **tokens, "layer_types": ["full_attention"] * 9}
     (tokenizer / "config.json").write_text(json.dumps(config))
     options = {"tokenizer": tokenizer, "vocab_size": VOCABULARY}
     for name in ("qwen3", "llama"):

@@ -156,6 +156,21 @@ def test_other_algorithms_are_refused(settings: dict[str, Any], found: str, in_o
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("in_own_file", [True, False], ids=["own file", "config.json"])
+def test_a_model_whose_cache_alone_is_quantized(in_own_file: bool, tmp_path: Path) -> None:
+    """ModelOpt scales keys and values when the model serves; its weights are those that were trained."""
+    make("llama", tmp_path / "model", torch.bfloat16)
+    declare(tmp_path / "model", {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, in_own_file)
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}
+    save_file({**before, **scale}, tmp_path / "model" / "model.safetensors")
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    found = tensors(tmp_path / "back")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[label], tensor) for label, tensor in before.items())
+
+
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     make("llama", tmp_path, torch.bfloat16)
     quantize(tmp_path, "NVFP4", in_own_file=True)

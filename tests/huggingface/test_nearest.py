@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.nearest import deciding_traits, nearest_families
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
@@ -28,11 +30,29 @@ def test_a_family_that_is_not_known_is_refused_with_the_nearest() -> None:
     assert error.value.details["hint"].endswith("--family path.py:Name")
     assert "--family Llama" not in str(error.value)
     feathers = {**_parrot(), **{f"feather_{number}": number for number in range(21)}}
-    with pytest.raises(UnsupportedCheckpointError, match=r"except feather_0, .* and 17 more \(keys\)") as error:
+    with pytest.raises(UnsupportedCheckpointError, match=r"except feather_0, .*feather_9 \(keys\)") as error:
         family_of_config(feathers, "here")
     assert "--accept-key" not in str(error.value)
+    assert all(key in str(error.value) for key in feathers if key.startswith("feather"))
     with pytest.raises(UnsupportedCheckpointError, match="nearest: Llama, by names"):
         family_of_config({"model_type": "owl", "text_config": _parrot()}, "here")
+
+
+def test_all_keys_that_a_family_does_not_know_are_listed(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal shows a summary, JSON every key; so many are not repeated in the hint."""
+    feathers = {f"feather_{number}": "x" * 90 for number in range(21)}
+    source = shutil.copytree(models["llama"], tmp_path / "model")
+    config = {**json.loads((source / "config.json").read_text()), **feathers, "auto_map": {"AutoConfig": "parrot.P"}}
+    (source / "config.json").write_text(json.dumps(config))
+    command = ["convert", str(source), str(tmp_path / "run"), "--to", "torch_dist"]
+    assert main(command) == 2
+    shown = capsys.readouterr().err
+    assert "... (in full with --json)" in shown and "--accept-key KEY for each" in shown and len(shown) < 1000
+    assert main([*command, "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)["error"]["found"]
+    assert all(f"{key}: " in found for key in feathers)
 
 
 def test_the_nearest_family_is_also_that_of_its_tensors(models: dict[str, Path], tmp_path: Path) -> None:

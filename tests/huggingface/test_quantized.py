@@ -188,6 +188,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors .pack-quantized."),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         (json.loads(json.dumps(COMPRESSED).replace("8", "4")), "compressed-tensors"),
         (json.loads(json.dumps(COMPRESSED).replace("channel", "group")), "compressed-tensors"),

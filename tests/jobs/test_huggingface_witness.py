@@ -55,8 +55,9 @@ WITH_MTP = ["deepseek_v3", "glm4_moe"]
 OTHER_WAYS = ("deepseek_v32", "glm_moe_dsa")
 # Models and layouts for which legacy files are loaded.
 AS_LEGACY = [("qwen3_next", "TP2"), ("qwen3_5", "TP2"), ("qwen3_5_moe", "EP2"), ("deepseek_v32", "EP2")]
-# A model of another class than GPTModel, which Megatron itself saves.
-HYBRID, SAVED, REWRITTEN = "nemotron_h", "nemotron_h_saved", "nemotron_h_rewritten"
+# Models of another class than GPTModel, which Megatron itself saves.
+HYBRIDS = ("nemotron_h", "mamba2")
+SAVED, REWRITTEN = "saved", "rewritten"
 OWN_CODE, OWN_VOCABULARY = Path(__file__).parents[1] / "huggingface" / "own_code", 64
 OWN_TOKENS = torch.arange(40).view(2, 20) * 7 % OWN_VOCABULARY
 WRONG = ["ExchangedQueriesAndKeys", "InterleavedHalves"]
@@ -146,19 +147,21 @@ def answers(
     with pytest.MonkeyPatch.context() as patch:
         with_transformer_engine(patch)
         engine = [_case(models[name], root, spec, name, layout) for spec, name, layout in CASES if spec != LOCAL]
-        engine += _saved_by_megatron(next(case for case in engine if case["name"] == HYBRID), root)
+        for name in HYBRIDS:
+            engine += _saved_by_megatron(next(case for case in engine if case["name"] == name), root)
         return answers | _answers(root / ENGINE, engine, MAMBA_KERNELS, launch.ENGINE_PASSES)
 
 
 def _saved_by_megatron(case: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    """Return cases of the hybrid model: TP2 saves it, TP1 loads that, and loads what a conversion makes of it."""
-    saved, rewritten = root / SAVED, root / REWRITTEN
+    """Return cases of a hybrid model: TP2 saves it, TP1 loads that, and loads what a conversion makes of it."""
+    names = {step: f"{case['name']}_{step}" for step in (SAVED, REWRITTEN)}
+    saved, rewritten = (root / name for name in names.values())
     tensor, expert = LAYOUTS["TP2"]
     flags = [*case["flags"], "--spec", *HYBRID_SPECS[0], "--save", str(saved), "--save-interval", "1"]
-    saving = {**case, "name": SAVED, "layout": "TP2", "tensor": tensor, "expert": expert, "flags": flags}
-    loading = {**case, "name": SAVED, "layout": "TP1", "run": str(saved)}
+    saving = {**case, "name": names[SAVED], "layout": "TP2", "tensor": tensor, "expert": expert, "flags": flags}
+    loading = {**case, "name": names[SAVED], "layout": "TP1", "run": str(saved)}
     convert = ["convert", str(saved), str(rewritten), "--to", "torch_dist"]
-    again = {**loading, "name": REWRITTEN, "run": str(rewritten), "commands": [convert]}
+    again = {**loading, "name": names[REWRITTEN], "run": str(rewritten), "commands": [convert]}
     cases = [saving, loading, again]
     return [{**one, "answer": str(root / f"{one['name']}-{one['layout']}.answer")} for one in cases]
 
@@ -255,20 +258,22 @@ def test_megatron_takes_up_the_layer_that_predicts_a_further_token(
     assert difference(answers[LOCAL, f"{name}_further", "TP2"], truths[name]) <= truths[name].tolerance
 
 
-@pytest.mark.parametrize(("name", "layout"), [(SAVED, "TP2"), (SAVED, "TP1"), (REWRITTEN, "TP1")])
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("step", "layout"), [(SAVED, "TP2"), (SAVED, "TP1"), (REWRITTEN, "TP1")])
 def test_a_hybrid_that_megatron_saved_goes_on(
-    name: str, layout: str, answers: dict[Case, torch.Tensor], truths: dict[str, Truth]
+    name: str, step: str, layout: str, answers: dict[Case, torch.Tensor], truths: dict[str, Truth]
 ) -> None:
     """The folder as Megatron saved it, and its conversion, load and answer alike; no state is missing."""
-    assert difference(answers[ENGINE, name, layout], truths[HYBRID]) <= truths[HYBRID].tolerance
+    assert difference(answers[ENGINE, f"{name}_{step}", layout], truths[name]) <= truths[name].tolerance
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_that_megatron_saved_is_exported(
-    answers: dict[Case, torch.Tensor], models: dict[str, Path], root: Path, tmp_path: Path
+    name: str, answers: dict[Case, torch.Tensor], models: dict[str, Path], root: Path, tmp_path: Path
 ) -> None:
     target = mcore_ckpt_ext.HuggingFace(vocab_size=VOCABULARY)
-    report = mcore_ckpt_ext.convert(root / SAVED, tmp_path / "exported", target)
-    assert_same_tensors(models[HYBRID], tmp_path / "exported")
+    report = mcore_ckpt_ext.convert(root / f"{name}_{SAVED}", tmp_path / "exported", target)
+    assert_same_tensors(models[name], tmp_path / "exported")
     assert not [note for note in report.notes if "computation is unknown" in note]
 
 

@@ -29,6 +29,7 @@ _MODEL_OPT = "hf_quant_config.json"
 # ModelOpt's algorithms whose weights are codes and scales alone, and the one that names an algorithm for each layer.
 _READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
 _MIXED = "MIXED_PRECISION"
+_OF_CACHE = "kv_cache_quant_algo"
 _COMMON = "_2"
 _NVFP4_BLOCK = 16
 # Scales of activations: inputs and outputs of layers, and the cache of attention.
@@ -141,9 +142,10 @@ def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
     if method == "modelopt":
         _check_model_opt(settings, folder)
         return _Pairing(".weight", ".weight_scale", in_pairs=True)
+    kind = settings.get("format")
     raise UnsupportedCheckpointError(
         "the model is quantized, and its weights cannot be converted without changing them",
-        found=method,
+        found=f"{method} ({shorten(kind)})" if isinstance(kind, str) else method,
         expected="fp8 (by blocks, rows or tensors), nvfp4, or mxfp4",
         where=f"{where}/{CONFIG}",
         hint="use the model's bf16 release, or dequantize it first",
@@ -164,6 +166,8 @@ def _check_model_opt(settings: Mapping[str, Any], folder: Path) -> None:
         inside = read_json(where).get("quantization") if where.is_file() else None
         settings = inside if isinstance(inside, Mapping) else {}
     algorithms = [settings.get("quant_algo")]
+    if algorithms == [None] and settings.get(_OF_CACHE):  # nothing else is quantized, and that only when it serves
+        algorithms = []
     if algorithms == [_MIXED]:
         layers = settings.get("quantized_layers")
         of_layers = layers.values() if isinstance(layers, Mapping) else [None]

@@ -18,8 +18,9 @@ from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
 _OF_MODEL = [(name, argument, field.only_with) for name, argument, field in BRIDGE_FIELDS if field.section == "model"]
 # Arguments by the names of their fields.
 _RENAMED = {name: argument for name, argument, condition in _OF_MODEL if condition is None}
-# Fields whose values have another type than the argument.
-_OTHERWISE = ("params_dtype", "spec", "pipeline_model_parallel_layout", "vocab_size", "lr", "min_lr")
+# Fields whose values have another type or another sense than the argument.
+_SHARED = "share_embeddings_and_output_weights"
+_OTHERWISE = ("params_dtype", "spec", "pipeline_model_parallel_layout", "vocab_size", "lr", "min_lr", _SHARED)
 _SILU = ("silu", "swish")
 _GELU = ("gelu", "fast_gelu", "gelu_fast", "openai_gelu")
 # Fields for YaRN without latent attention (`core_transformer_config_from_args`, since core_v0.15.0, and
@@ -46,7 +47,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         arguments["params_dtype"] = dtype
     if (split := config.get("pipeline_model_parallel_layout")) is not None:
         arguments["pipeline_model_parallel_layout"] = split if is_plain(split) else str(named(split))
-    if isinstance(shared := config.get("share_embeddings_and_output_weights"), bool):
+    if isinstance(shared := config.get(_SHARED), bool):
         arguments["untie_embeddings_and_output_weights"] = not shared
     groups = config.get("num_query_groups")
     heads = config.get("num_attention_heads")

@@ -52,6 +52,8 @@ def logits(provider: Any, case: dict[str, Any]) -> torch.Tensor:
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
     model = provider.provide(True, True).eval()
+    if bool(provider.mtp_num_layers) != any(name.startswith("mtp.") for name, _ in model.named_parameters()):
+        raise RuntimeError(f"mtp_num_layers is {provider.mtp_num_layers}, and the model another one")
     loaded = dist_checkpointing.load(model.sharded_state_dict(), case["run"])
     missing = model.load_state_dict(loaded, strict=False).missing_keys
     if absent := [name for name in missing if not name.endswith("_extra_state")]:

@@ -1,0 +1,139 @@
+"""Tests keys of `config.json` that are missing, null or contradictory: as in transformers, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.config_keys import SIZES
+from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.families.vision import sections_of
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+from tests.harness.huggingface import CONFIGS, save_whole, tensors
+
+_TIED = "tie_word_embeddings"
+
+
+def _config(name: str, **changes: Any) -> dict[str, Any]:
+    return {**CONFIGS[name]().to_dict(), **changes}
+
+
+def _arguments(config: dict[str, Any]) -> ModelArguments:
+    return family_named(config["model_type"]).arguments(config)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "dots1", "glm4_moe", "gpt2", "nemotron_h", "minimax_m2"])
+def test_a_missing_size_is_that_of_the_class(name: str) -> None:
+    """None is refused for the lack of it; whether it fits the tensors is checked when they are read."""
+    whole = _config(name)
+    compared = []
+    for key in whole.keys() & {*SIZES}:
+        less = {other: value for other, value in whole.items() if other != key}
+        try:
+            by_class = AutoConfig.for_model(**less).to_dict()
+            expected = _arguments({**less, key: by_class[key]})
+        except (StrictDataclassClassValidationError, UnsupportedCheckpointError):
+            continue  # the class's size contradicts the other keys
+        assert _arguments(less) == expected, key
+        compared.append(key)
+    assert len(compared) >= 3
+
+
+def test_ministral_3_without_a_base_or_without_any_key_of_rope() -> None:
+    """Its class has 10,000 as every other where `rope_parameters` lacks a base, and YaRN of 1,000,000 without them."""
+    config = _config("ministral3")
+    rope = {key: value for key, value in config["rope_parameters"].items() if key != "rope_theta"}
+    without_base = {**config, "rope_parameters": rope}
+    without_rope = {key: value for key, value in config.items() if key != "rope_parameters"}
+    for less in (without_base, without_rope):
+        by_class = AutoConfig.for_model(**less).to_dict()
+        assert _arguments(less) == _arguments({**less, "rope_parameters": by_class["rope_parameters"]})
+    assert _arguments(without_base).rotary_base == 10000
+    assert _arguments(without_rope).rotary_base == 1000000
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "minimax_m2"])
+def test_a_rotated_part_without_a_value_is_refused(name: str) -> None:
+    """A class rotates whole heads where the key is null, and a part of them where it is missing."""
+    config = _config(name, partial_rotary_factor=None, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    assert AutoConfig.for_model(**config).to_dict()["rope_parameters"].get("partial_rotary_factor") is None
+    with pytest.raises(UnsupportedCheckpointError, match="partial_rotary_factor: null"):
+        _arguments(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("dots1", {"topk_group": 0}, "topk_group"),
+        ("glm4_moe_lite", {"head_dim": 2}, "head_dim"),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_experts; found: 8, and 4 as num_local_experts"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "3 kinds for 2 layers"),
+        ("dots1", {"layer_types": ["full_attention"] * 3}, "3 kinds for 2 layers"),
+        ("deepseek_v32", {"layer_types": ["indexed_attention"]}, "1 kind for 2 layers"),
+    ],
+)
+def test_values_that_transformers_would_compute_otherwise_are_refused(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=message):
+        _arguments(_config(name, **changes))
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2"])
+def test_attention_to_earlier_tokens_may_be_stated(name: str) -> None:
+    assert _arguments(_config(name, use_bidirectional_attention=False)) == _arguments(_config(name))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tensors_decide_whether_embeddings_are_tied(is_tied: bool, tmp_path: Path) -> None:
+    """The class of Mistral 3 ties them without the key, and transformers does not where the output layer is stored."""
+    folder = tmp_path / "whole"
+    save_whole("mistral3", folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in config.items() if key != _TIED}))
+    stored = tensors(folder)
+    output = stored.pop("language_model.lm_head.weight")
+    kept = stored if is_tied else {**stored, "language_model.lm_head.weight": output}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    mcore_ckpt_ext.convert(folder, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "text", mcore_ckpt_ext.HuggingFace())
+    tokens = torch.arange(40).view(2, 20)
+    text, whole = AutoModelForCausalLM, AutoModelForImageTextToText
+    with torch.no_grad():
+        found = text.from_pretrained(tmp_path / "text")(tokens).logits
+        torch.testing.assert_close(found, whole.from_pretrained(folder)(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert json.loads((tmp_path / "text" / "config.json").read_text())[_TIED] == is_tied
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe", "mistral3"])
+def test_the_text_of_an_older_file_may_tie_the_whole(kind: str) -> None:
+    """Up to transformers 4 the key was saved with the text; some classes of 5.23 still read it there."""
+    config = {"model_type": kind, _TIED: False, "text_config": {**AutoConfig.for_model(kind).text_config.to_dict()}}
+    config["text_config"][_TIED] = True
+    text = text_config(config)
+    assert text is not None
+    assert text[_TIED] == AutoConfig.for_model(**config).tie_word_embeddings
+
+
+def test_axes_of_positions_in_images_are_those_of_the_class() -> None:
+    """Some files of Qwen3-VL have a base of RoPE alone."""
+    classes = {"qwen2_5_vl": Qwen2_5_VLRotaryEmbedding, "qwen3_vl": Qwen3VLTextRotaryEmbedding}
+    for kind, of_class in classes.items():
+        config = AutoConfig.for_model(kind)
+        assert sections_of({"model_type": kind, "text_config": {}}) == of_class(config.text_config).mrope_section
+    assert sections_of({"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"mrope_section": [1]}}}) == [1]
