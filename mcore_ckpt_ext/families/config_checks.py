@@ -40,7 +40,7 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
     )
 
 
-def without_value(key: str, default: Any) -> UnsupportedCheckpointError:
+def null_value(key: str, default: Any) -> UnsupportedCheckpointError:
     """Return the error for a null key; transformers keeps null, so Megatron's value would differ.
 
     Args:

@@ -12,7 +12,7 @@ from math import log
 from typing import Any
 
 from mcore_ckpt_ext.errors import counted, shorten
-from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, unrepresentable, without_value
+from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, null_value, unrepresentable
 from mcore_ckpt_ext.families.settings import Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -147,7 +147,7 @@ def rope(
         explicit = {**config, "rope_scaling": scaling} if by_default else config
         parameters = rope_parameters(explicit, theta, ignored, dynamic=True)
         if partial is not None and _PART not in parameters and _PART in config:
-            raise without_value(_PART, partial)
+            raise null_value(_PART, partial)
         if width and config.get(width) is not None:
             of_width = config[width] / config["head_dim"]
             if round(parameters.setdefault(_PART, of_width) * config["head_dim"]) != config[width]:

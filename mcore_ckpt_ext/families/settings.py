@@ -14,8 +14,8 @@ from mcore_ckpt_ext.families.config_checks import (
     Config,
     checked_size,
     mismatches,
+    null_value,
     unrepresentable,
-    without_value,
 )
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -74,7 +74,7 @@ class Mapped(Setting):
         if value is None and self.default is None and self.key not in config:
             raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
         if value is None and self.default is not None:
-            raise without_value(self.key, self.default)
+            raise null_value(self.key, self.default)
         return {self.argument: value}
 
 
