@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, all_biases_or_none, tied
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped
 
 
@@ -29,7 +29,7 @@ class Arcee(Family):
         *SIZES,
         query_groups(),
         head_size(always=True),
-        rope(),
+        Rope(),
         tied(by_default=False),
         *TRAINING,
         RMS_NORM,

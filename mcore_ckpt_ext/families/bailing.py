@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families.deepseek import dense_first, grouped_choice, normal
 from mcore_ckpt_ext.families.deepseek import shared_experts as shared_expert_size
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, set_in, with_experts
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Setting, Size
 
@@ -100,7 +100,7 @@ class BailingMoeV2(WithMtp):
     without_effect = (*WITHOUT_EFFECT, "mtp_loss_scaling_factor")
     settings = (
         *settings_of_ling(
-            head=128, positions=rope(600000.0, partial=1.0), experts=(256, 8, 512), groups=(8, 4), scaling=1.0
+            head=128, positions=Rope(600000.0, partial=1.0), experts=(256, 8, 512), groups=(8, 4), scaling=1.0
         ),
         mtp_layers(),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.config_checks import MOST_COUNTED, Config, checked_size, mismatches, unrepresentable
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
@@ -160,7 +160,7 @@ def llama_like(
         *SIZES,
         query_groups(groups),
         head_size(head_dim, head_dim_default),
-        positions or rope(theta),
+        positions or Rope(theta),
         tied(by_default=False),
         *TRAINING,
         SILU,

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families.common_settings import (
     tied,
 )
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Mapped
 
 
@@ -28,7 +28,7 @@ class Ernie45(Family):
         *SIZES,
         query_groups(2),
         head_size(always=True, default=128),
-        rope(500000.0, interleaved=True),
+        Rope(500000.0, interleaved=True),
         tied(by_default=True),
         *INITIAL,
         SILU,

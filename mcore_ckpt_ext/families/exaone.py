@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import INITIAL, NO_BIASES, RMS_NORM, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires, Size
 
@@ -45,7 +45,7 @@ class Exaone(Family):
         Size("vocab_size", "vocab_size", 102400),
         query_groups(),
         head_size(),
-        rope(),
+        Rope(),
         tied(by_default=True),
         *INITIAL,
         Mapped("attention_dropout", "attention_dropout", 0.0),

@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING
 from mcore_ckpt_ext.families.config_checks import Config, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Mapped, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -52,7 +52,7 @@ class Gemma(Family):
         *SIZES,
         query_groups(16),
         head_size(always=True, default=256),
-        rope(),
+        Rope(),
         *TRAINING,
         _activation(),
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING, gelu
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Mapped, Nullable, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -73,7 +73,7 @@ class Gemma2(Family):
         *SIZES,
         query_groups(4),
         head_size(always=True, default=256),
-        rope(),
+        Rope(),
         *TRAINING,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         # The norms multiply by 1 + weight.

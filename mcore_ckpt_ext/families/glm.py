@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family, set_in
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 
@@ -34,7 +34,7 @@ class Glm(Family):
             head_dim=True,
             head_dim_default=128,
             groups=2,
-            positions=rope(partial=0.5, interleaved=True),
+            positions=Rope(partial=0.5, interleaved=True),
         ),
         Mapped("attention_bias", "add_qkv_bias", True),
         Requires({"add_bias_linear": False}),

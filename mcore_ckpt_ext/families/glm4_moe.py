@@ -7,7 +7,7 @@ from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.deepseek import dense_first, expert_sizes, sigmoid_routing
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import set_in
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 _RULES = (
@@ -28,7 +28,7 @@ class Glm4MoE(WithMtp):
     rules = (*_RULES, *parts.mtp_layers(_RULES))
     read_rules = parts.STACKED_EXPERTS
     settings = (
-        *llama_like(epsilon=1e-5, head_dim=True, groups=8, positions=rope(partial=0.5)),
+        *llama_like(epsilon=1e-5, head_dim=True, groups=8, positions=Rope(partial=0.5)),
         *expert_sizes(128, 8, 1408),
         dense_first(1),
         *sigmoid_routing(1, 1, 1.0),

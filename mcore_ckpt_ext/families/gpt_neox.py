@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUE
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, untied
-from mcore_ckpt_ext.families.rope import KEYS, rope
+from mcore_ckpt_ext.families.rope import KEYS, Rope
 from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting
 from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -51,7 +51,7 @@ def _positions() -> Setting:
 
     Source: `convert_rope_params_to_dict`.
     """
-    usual = rope(partial=0.25)
+    usual = Rope(partial=0.25)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         config = usual.config(arguments)

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, experts_in_every_layer, tied
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.rows import GATE_AND_UP_BY_TURNS, WHOLE, transposed
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -69,7 +69,7 @@ class GptOss(Family):
         *SIZES,
         query_groups(8),
         head_size(always=True, default=64),
-        rope(150000.0, scaling=_YARN),
+        Rope(150000.0, scaling=_YARN),
         tied(by_default=False),
         *TRAINING,
         RMS_NORM,

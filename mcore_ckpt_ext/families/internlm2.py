@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.rows import GATE, UP
 from mcore_ckpt_ext.families.settings import Constant, Mapped
 
@@ -40,7 +40,7 @@ class InternLM2(Family):
         *SIZES,
         query_groups(),
         IMPLIED_HEAD_SIZE,
-        rope(),
+        Rope(),
         tied(by_default=False),
         *TRAINING,
         SILU,

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, T
 from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.parameter_shapes import parameter_shape
-from mcore_ckpt_ext.families.rope import base_of, rope, rope_parameters
+from mcore_ckpt_ext.families.rope import Rope, base_of, rope_parameters
 from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.model_space.names import split_layer
@@ -179,7 +179,7 @@ class LlamaNemotron(Family):
         Size("vocab_size", "vocab_size"),
         head_size(),
         _layers(),
-        rope(),
+        Rope(),
         tied(by_default=False),
         *TRAINING,
         SILU,

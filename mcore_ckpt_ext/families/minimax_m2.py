@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families.common_settings import NO_BIASES, experts_everywher
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -66,7 +66,7 @@ class MiniMaxM2(FullWidthQKNorm):
     )
     settings = (
         *llama_like(
-            head_dim=True, head_dim_default=128, groups=8, positions=rope(5000000.0, partial=1.0, width="rotary_dim")
+            head_dim=True, head_dim_default=128, groups=8, positions=Rope(5000000.0, partial=1.0, width="rotary_dim")
         ),
         Size("num_local_experts", "num_experts", 256, counted=True),
         Size("num_experts_per_tok", "moe_router_topk", 8),

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.attention_settings import sliding_window
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.config_checks import Config, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Custom, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -39,7 +39,7 @@ def _positions() -> Setting:
     A query is multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings)), which is 1 for
     positions below that length (`get_llama_4_attn_scale` of transformers/models/ministral3, 5.23).
     """
-    yarn = rope(ignored=(_BETA, _LENGTH), scaling=_SCALING)
+    yarn = Rope(ignored=(_BETA, _LENGTH), scaling=_SCALING)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         config = yarn.config(arguments)

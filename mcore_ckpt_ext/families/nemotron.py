@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, all_biases_or_none, tied
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
 
 
@@ -32,7 +32,7 @@ class Nemotron(Family):
         *SIZES,
         query_groups(),
         head_size(always=True),
-        rope(partial=0.5),
+        Rope(partial=0.5),
         tied(by_default=False),
         *TRAINING,
         Mapped("initializer_range", "init_method_std", 0.0134),

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import unscaled_rope
+from mcore_ckpt_ext.families.rope import UnscaledRope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 
@@ -32,7 +32,7 @@ class Orion(Family):
         *SIZES,
         query_groups(),
         IMPLIED_HEAD_SIZE,
-        unscaled_rope(),
+        UnscaledRope(),
         tied(by_default=False),
         *TRAINING,
         SILU,

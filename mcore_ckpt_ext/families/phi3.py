@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import sliding_window
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.rope import unscaled_rope
+from mcore_ckpt_ext.families.rope import UnscaledRope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Neutral, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -43,7 +43,7 @@ class Phi3(Family):
     # A key of `longrope`, which is refused, and the dropout of embeddings, which is also Megatron's `hidden_dropout`.
     without_effect = ("original_max_position_embeddings", "embd_pdrop")
     settings = (
-        *llama_like(epsilon=1e-5, positions=unscaled_rope(partial=1.0)),
+        *llama_like(epsilon=1e-5, positions=UnscaledRope(partial=1.0)),
         Mapped("resid_pdrop", "hidden_dropout", 0.0),
         sliding_window(None),
         Forbidden("attention_bias", "lm_head_bias", "mlp_bias"),

@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAI
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
 from mcore_ckpt_ext.families.qwen_experts import expert_count
-from mcore_ckpt_ext.families.rope import OF_IMAGES, rope
+from mcore_ckpt_ext.families.rope import OF_IMAGES, Rope
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -27,7 +27,7 @@ def _common(groups: int) -> tuple[Setting, ...]:
     return (
         query_groups(groups),
         head_size(always=True, default=256),
-        rope(partial=0.25, ignored=OF_IMAGES),
+        Rope(partial=0.25, ignored=OF_IMAGES),
         tied(by_default=False),
         *TRAINING,
         SILU,

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAI
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_HEADS, NET, SETTINGS, WithGatedDeltaNets
 from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -56,7 +56,7 @@ class Qwen3Next(WithOneFurtherToken):
         *SIZES,
         query_groups(2),
         head_size(always=True, default=256),
-        rope(partial=0.25),
+        Rope(partial=0.25),
         tied(by_default=False),
         *TRAINING,
         SILU,

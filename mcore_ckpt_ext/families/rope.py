@@ -8,12 +8,15 @@ yarn_rotary_pos_embedding.py (core_v0.12.1 to 0.19.2). Non-latent attention supp
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from math import log
 from typing import Any
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, null_value, unrepresentable
-from mcore_ckpt_ext.families.settings import Custom, Setting
+from mcore_ckpt_ext.families.settings import Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
@@ -22,6 +25,15 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 _PART = "partial_rotary_factor"
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys that only have an effect on texts with images."""
+# YaRN without latent attention: Megatron's arguments by Hugging Face's keys.
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+}
+_MSCALES = ("mscale", "mscale_all_dim")
 # Keys that each kind of scaling may have, in addition to those of all kinds.
 _ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
 _OF_KIND = {
@@ -29,17 +41,19 @@ _OF_KIND = {
     "linear": {"factor"},
     "dynamic": {"factor"},
     "llama3": {"factor", *_LLAMA_3},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-    },
+    "yarn": {"attention_factor", *_YARN, *_MSCALES},
 }
+_EXPRESSED = (
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    *_YARN.values(),
+    *_MSCALES,
+)
 
 
 def rope_parameters(
@@ -111,84 +125,97 @@ def base_of(found: Mapping[str, Any]) -> float:
     return int(base) if base == int(base) else base
 
 
-def rope(
-    theta: float = 10000.0,
-    *,
-    partial: float | None = None,
-    interleaved: bool = False,
-    width: str = "",
-    scaling: Mapping[str, Any] | None = None,
-    ignored: Collection[str] = (),
-) -> Setting:
-    """Return the setting of RoPE: unscaled, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
+@dataclass
+class Rope(Setting):
+    """The setting of RoPE: unscaled, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
     Frequencies that change for texts longer than `max_position_embeddings` (`dynamic`) are read as unscaled ones.
 
     Args:
         theta: default of `rope_theta` in Hugging Face's class.
         partial: default for the part of a head that is rotated; None if the family always rotates whole heads.
+        interleaved: adjacent elements are rotated together, instead of halves.
         width: key for the size of the rotated part, if any. vLLM and Megatron-Bridge 0.6.2 read no other of MiniMax-M2
             (`rotary_dim` in their minimax_m2.py and minimax_m2_bridge.py).
-        interleaved: adjacent elements are rotated together, instead of halves.
-        ignored: further keys that have no effect.
         scaling: default scaling of the class.
+        ignored: further keys that have no effect.
     """
-    unscaled = scaling is not None  # must be written explicitly then
 
-    def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        scaling = _scaling_to_config(arguments) or ({"rope_type": "default"} if unscaled else None)
-        part = {} if partial is None else {_PART: arguments.rotary_percent}
-        if width:
-            part[width] = round(arguments.rotary_percent * arguments.kv_channels)
+    theta: float = 10000.0
+    _: KW_ONLY
+    partial: float | None = None
+    interleaved: bool = False
+    width: str = ""
+    scaling: Mapping[str, Any] | None = None
+    ignored: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self.keys = (*KEYS, _PART, *([self.width] if self.width else []))
+        self.expresses = _EXPRESSED
+
+    @override
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        unscaled = None if self.scaling is None else {"rope_type": "default"}  # then no scaling must be written, too
+        part = {} if self.partial is None else {_PART: arguments.rotary_percent}
+        if self.width:
+            part[self.width] = round(arguments.rotary_percent * arguments.kv_channels)
+        scaling = _scaling_to_config(arguments) or unscaled
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
-    def to_arguments(config: Config) -> dict[str, Any]:
-        by_default = scaling is not None and not any(config.get(key) for key in _NESTED)
-        explicit = {**config, "rope_scaling": scaling} if by_default else config
-        parameters = rope_parameters(explicit, theta, ignored, dynamic=True)
-        if partial is not None and _PART not in parameters and _PART in config:
-            raise null_value(_PART, partial)
-        if width and config.get(width) is not None:
-            of_width = config[width] / config["head_dim"]
-            if round(parameters.setdefault(_PART, of_width) * config["head_dim"]) != config[width]:
-                raise contradictory(width, config[width], f"{_PART} {parameters[_PART]} of {config['head_dim']}")
-        kind, part = parameters["rope_type"], parameters.get(_PART, partial or 1.0)
-        arguments = {
+    @override
+    def arguments(self, config: Config) -> dict[str, Any]:
+        parameters = self._parameters(config)
+        kind, part = parameters["rope_type"], parameters.get(_PART, self.partial or 1.0)
+        if part != 1.0 and (self.partial is None or kind != "default"):
+            raise unrepresentable(_PART, part, "1.0")
+        return {
             "position_embedding_type": "rope",
             "rotary_base": base_of(parameters),
             "use_rope_scaling": False,
             "rotary_percent": part,
-            "rotary_interleaved": interleaved,
+            "rotary_interleaved": self.interleaved,
+            **_scaling_to_arguments(kind, parameters, config),
         }
-        if part != 1.0 and (partial is None or kind != "default"):
-            raise unrepresentable("partial_rotary_factor", part, "1.0")
-        return arguments | _scaling_to_arguments(kind, parameters, config)
 
-    def why_not(arguments: ModelArguments) -> list[str]:
+    def _parameters(self, config: Config) -> dict[str, Any]:
+        if self.scaling is not None and not any(map(config.get, _NESTED)):
+            config = {**config, "rope_scaling": self.scaling}
+        parameters = rope_parameters(config, self.theta, self.ignored, dynamic=True)
+        if self.partial is not None and _PART not in parameters and _PART in config:
+            raise null_value(_PART, self.partial)
+        if self.width and (rotated := config.get(self.width)) is not None:
+            size = config["head_dim"]
+            if round(parameters.setdefault(_PART, rotated / size) * size) != rotated:
+                raise contradictory(self.width, rotated, f"{_PART} {parameters[_PART]} of {size}")
+        return parameters
+
+    @override
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
         kind = arguments.position_embedding_type
         scaled = kind == "yarn" or arguments.use_rope_scaling or arguments.rotary_seq_len_interpolation_factor
-        needed = {"rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial is None or scaled else {})}
-        return mismatches(needed, arguments) + (
-            [] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"]
-        )
+        whole = {"rotary_percent": 1.0} if self.partial is None or scaled else {}
+        others = [] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"]
+        return mismatches({"rotary_interleaved": self.interleaved, **whole}, arguments) + others
 
-    return Custom(
-        (*KEYS, "partial_rotary_factor", *([width] if width else [])),
-        to_config,
-        to_arguments,
-        why_not,
-        expressed=(
-            "position_embedding_type",
-            "rotary_base",
-            "rotary_percent",
-            "rotary_interleaved",
-            "use_rope_scaling",
-            "rope_scaling_factor",
-            "rotary_seq_len_interpolation_factor",
-            *_YARN.values(),
-            *_MSCALES,
-        ),
-    )
+
+@dataclass
+class UnscaledRope(Rope):
+    """The setting of RoPE for a class that supports none of Megatron's scalings."""
+
+    @override
+    def arguments(self, config: Config) -> dict[str, Any]:
+        if (kind := rope_parameters(config)["rope_type"]) != "default":
+            raise unrepresentable("rope_scaling", f"{kind}, which the model's own class does not know", "default")
+        return super().arguments(config)
+
+    @override
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
+        unscaled = {
+            "position_embedding_type": "rope",
+            "use_rope_scaling": False,
+            "rotary_seq_len_interpolation_factor": None,
+        }
+        return [*dict.fromkeys(super().mismatches(arguments) + mismatches(unscaled, arguments))]
 
 
 def _scaling_to_config(arguments: ModelArguments) -> dict[str, Any] | None:
@@ -222,36 +249,6 @@ def _scaling_to_arguments(kind: str, scaling: Mapping[str, Any], config: Config)
     return {}
 
 
-def unscaled_rope(*, partial: float | None = None) -> Setting:
-    """Return the setting of RoPE for a class that supports none of Megatron's scalings."""
-    any_kind = rope(partial=partial)
-
-    def to_arguments(config: Config) -> dict[str, Any]:
-        kind = rope_parameters(config)["rope_type"]
-        if kind != "default":
-            raise unrepresentable("rope_scaling", f"{kind}, which the model's own class does not know", "default")
-        return any_kind.arguments(config)
-
-    def why_not(arguments: ModelArguments) -> list[str]:
-        unscaled = {
-            "position_embedding_type": "rope",
-            "use_rope_scaling": False,
-            "rotary_seq_len_interpolation_factor": None,
-        }
-        return [*dict.fromkeys(any_kind.mismatches(arguments) + mismatches(unscaled, arguments))]
-
-    return Custom(any_kind.keys, any_kind.config, to_arguments, why_not, [*any_kind.expresses])
-
-
-# YaRN without latent attention: Megatron's arguments by Hugging Face's keys.
-_YARN = {
-    "factor": "rotary_scaling_factor",
-    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "truncate": "yarn_correction_range_round_to_int",
-}
-_MSCALES = ("mscale", "mscale_all_dim")
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families.bailing import RULES, WITHOUT_EFFECT, settings_of_ling
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 
 
 class SarvamMoE(Family):
@@ -20,4 +20,4 @@ class SarvamMoE(Family):
     contained_in = "GLM-4.5"
     rules = RULES
     without_effect = (*WITHOUT_EFFECT, "attn_implementation")
-    settings = settings_of_ling(head=256, positions=rope(10000.0), experts=(128, 6, 1024), groups=(1, 1), scaling=2.5)
+    settings = settings_of_ling(head=256, positions=Rope(10000.0), experts=(128, 6, 1024), groups=(1, 1), scaling=2.5)

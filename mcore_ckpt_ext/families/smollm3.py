@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.common_settings import (
 )
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Custom, Mapped
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -51,7 +51,7 @@ class SmolLM3(Family):
     settings = (
         *SIZES,
         query_groups(4),
-        rope(2000000.0),
+        Rope(2000000.0),
         tied(by_default=True),
         *TRAINING,
         SILU,

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, set_in
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Requires
 from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
 
@@ -36,7 +36,7 @@ class StableLM(Family):
         *SIZES,
         query_groups(32),
         IMPLIED_HEAD_SIZE,
-        rope(partial=0.25),
+        Rope(partial=0.25),
         tied(by_default=False),
         *TRAINING,
         SILU,

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, sliding_window
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
 
 _OURS = "decoder.layers.{layer}"
@@ -33,7 +33,7 @@ class StarCoder2(Family):
         *SIZES,
         query_groups(2),
         head_size(),
-        rope(),
+        Rope(),
         tied(by_default=True),
         *TRAINING,
         sliding_window(None),
