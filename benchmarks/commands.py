@@ -31,7 +31,7 @@ from memory import forget, remember  # memory.py in this folder
 
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
-_IMPORTS = "import torch"
+IMPORTS = "import torch"
 # As in the commands: without the garbage collector, and without the interpreter's cleanup at the end.
 _IMPORT_ALONE = "import gc, os; gc.disable(); import torch; os._exit(0)"
 _TARGETS = ("torch_dist", "legacy", "hf")
@@ -55,7 +55,7 @@ threads = [threading.Thread(target=read, args=(part,)) for part in (0, 1)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
-_READY: dict[str, Callable[[Path], None]] = {"warm": remember, "cold": forget}
+READY: dict[str, Callable[[Path], None]] = {"warm": remember, "cold": forget}
 """Functions that set the state of the page cache for a folder before a run."""
 
 
@@ -107,7 +107,7 @@ class Benchmark:
     def run_all(self, state: str) -> None:
         """Run each command once, followed by its references."""
         folder, source = self._folder, self._source
-        self._run(_IMPORTS, state, [sys.executable, "-c", _IMPORT_ALONE], ())
+        self._run(IMPORTS, state, [sys.executable, "-c", _IMPORT_ALONE], ())
         for target in _TARGETS:
             name, out, options = f"convert --to {target}", folder / target, self._options.get(target, [])
             self._run(name, state, [*_COMMAND, "convert", str(source), str(out), "--to", target, *options], [source])
@@ -139,7 +139,7 @@ class Benchmark:
 
     def _run(self, name: str, state: str, command: list[str], read: Iterable[Path]) -> None:
         for path in read:
-            _READY[state](path)
+            READY[state](path)
         self.results.setdefault((name, state), Measured()).run(command, self._environment)
 
 
@@ -169,7 +169,7 @@ def table(results: Results) -> Iterator[str]:
             for (other, cache), found in results.items()
             if cache == state and other.startswith(f"{name}: ")
         }
-        imports = results[_IMPORTS, state]
+        imports = results[IMPORTS, state]
         cells = [
             f"{median(measured.seconds):.2f} ({min(measured.seconds):.1f} to {max(measured.seconds):.1f})",
             f"{median(measured.busy):.2f}",
@@ -191,7 +191,7 @@ def _ratios(own: list[float], imports: list[float], references: dict[str, list[f
 def main() -> None:
     """Make the checkpoint, measure in turn, print the table."""
     parser = parser_of(__doc__, runs=3)
-    parser.add_argument("--states", nargs="+", choices=_READY, default=list(_READY), help="of the page cache")
+    parser.add_argument("--states", nargs="+", choices=READY, default=list(READY), help="of the page cache")
     parser.add_argument("--loads", action="store_true", help="also run loading.py (needs megatron-core)")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
