@@ -317,11 +317,8 @@ def _planned(
     running = job.replace(**arguments_of(candidate))
     is_moved = bool(placement_changes(job, running))
     keeps = keeps_grid(layout, old)
-    per_rank = [
-        stage.dense.bytes_read(choice.optimizer_ranks) + stage.experts.bytes_read(choice.expert_optimizer_ranks)
-        for stage in candidate.holdings
-    ]
-    in_all = sum(per_rank) * (layout.world // layout.pipeline)
+    shares = choice.optimizer_ranks, choice.expert_optimizer_ranks
+    in_all = sum(stage.bytes_read(*shares, layout.world // layout.pipeline) for stage in candidate.holdings)
     return PlannedLayout(
         gpus=layout.world,
         layout=str(layout),
@@ -333,7 +330,7 @@ def _planned(
         bubble=round(candidate.bubble, 4),
         micro_batch_size=choice.micro_batch,
         global_batch_size=choice.global_batch if job.global_batch_size is not None else None,
-        read_per_rank=max(per_rank),
+        read_per_rank=max(stage.bytes_read(*shares) for stage in candidate.holdings),
         read_in_all=in_all,
         read_once=choice.table.stored_bytes,
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
