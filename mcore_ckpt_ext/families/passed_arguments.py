@@ -32,13 +32,27 @@ def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
             expected="as Megatron's arguments are stored: with underscores, and by their destination",
             hint=f"did you mean {similar[0]}?" if similar else "correct the name after --argument",
         )
+    check_values(passed, "--argument", where)
+
+
+def check_values(passed: Mapping[str, Any], option: str, where: str | None = None) -> None:
+    """Refuse values that no job can have.
+
+    Args:
+        passed: the arguments that a user passes.
+        option: the option of the command line that takes them.
+        where: see `check_passed`.
+
+    Raises:
+        UsageError: names the first such argument, and what its value may be.
+    """
     for name, expected in invalid_values(passed):
         raise UsageError(
             "an argument has a value that no job can have",
             found=f"{name}: {format_untrusted(passed[name])}",
             expected=expected,
             where=where,
-            hint="correct the value after --argument",
+            hint=f"correct the value after {option}",
         )
 
 
