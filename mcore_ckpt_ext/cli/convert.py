@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.cli.assignments import ARGUMENT_HELP
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import left_out_rows
 from mcore_ckpt_ext.cli.join import add_join
@@ -71,8 +72,8 @@ _OPTIONS = (
         "arguments",
         "--argument",
         action="append",
-        metavar="NAME=VALUE",
-        help="Megatron argument used in training, if it is missing from the checkpoint; may be repeated",
+        metavar="NAME=VALUE ...",
+        help=ARGUMENT_HELP,
     ),
     _option(
         "quantize", choices=QUANTIZATIONS, help="quantize the weights of linear layers: fp8 in blocks of 128 x 128"

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.assignments import repeat_options
 from mcore_ckpt_ext.cli.completion import SHELLS, script
 from mcore_ckpt_ext.cli.join import reports_errors
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
         with failures_explained():
-            arguments, unknown = parser_of(words).parse_known_args(words)
+            arguments, unknown = parser_of(words).parse_known_args(repeat_options(words))
             if unknown:
                 is_option = unknown[0].startswith("-")
                 raise UsageError(f"there is no such {'option' if is_option else 'argument'}", found=" ".join(unknown))

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mcore_ckpt_ext.cli.assignments import ARGUMENT_HELP
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_place, plan_page
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron-version", metavar="V", help="Megatron release that will run; default: the installed one"
     )
     parser.add_argument(
-        "--pin", nargs="+", action="extend", default=[], metavar="DIM=N", help=f"fix a dimension: {', '.join(PINS)}"
+        "--pin", action="append", default=[], metavar="DIM=N ...", help=f"fix dimensions: {', '.join(PINS)}"
     )
     parser.add_argument(
         "--recompute",
@@ -62,14 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples of the training data set, which no checkpoint records, to count those that a random sampler "
         "reads again or never",
     )
-    parser.add_argument(
-        "--argument",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=VALUE",
-        help="Megatron argument used in training, if it is missing from the checkpoint",
-    )
+    parser.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE ...", help=ARGUMENT_HELP)
     parser.add_argument(
         "--all",
         action="store_true",

@@ -28,18 +28,16 @@ def add_rehearsal(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rehearsal: simulate the resume of all ranks, up to the first write")
     group.add_argument(
         "--rehearse",
-        nargs="+",
-        action="extend",
-        metavar="DIM=N",
+        action="append",
+        metavar="DIM=N ...",
         help="layout to rehearse, such as tp=8 pp=8 vpp=2 ep=4 etp=1 cp=2; omitted sizes are 1, etp is tp",
     )
     group.add_argument("--full", action="store_true", help="compare all masters with their weights, not only samples")
     group.add_argument(
         "--change",
-        nargs="+",
-        action="extend",
+        action="append",
         default=[],
-        metavar="NAME=VALUE",
+        metavar="NAME=VALUE ...",
         help="argument other than the layout that will differ from the job that wrote the checkpoint",
     )
     add_join(group)

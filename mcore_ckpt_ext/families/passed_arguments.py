@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, format_value
@@ -12,6 +13,42 @@ from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, format_untrusted, invalid_values
 from mcore_ckpt_ext.storage.enum_members import as_passed
+
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "fp8": ("e4m3", "hybrid"),
+    "fp4": ("e2m1",),
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "recompute_modules": (
+        "core_attn",
+        "moe_act",
+        "layernorm",
+        "mla_up_proj",
+        "mlp",
+        "moe",
+        "shared_experts",
+        "gdn_norm_out",
+        "gdp_in_proj",
+        "gdp_qkv",
+        "mhc",
+    ),
+    "cross_entropy_fusion_impl": ("native", "te"),
+}
+"""The words that an argument of the estimate of memory may have, or each item of its list.
+
+Sources: `AttnBackend` (megatron/core/transformer/enums.py), `TransformerConfig` (transformer_config.py) and
+`ModelParallelConfig`, core_v0.16.1, 0.19.2 and the development head of August 2026.
+"""
+
+
+def _unknown_words(passed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments with a word that Megatron refuses, each with the words that it accepts."""
+    for name in passed.keys() & _WORDS.keys():
+        value = as_passed(passed[name])
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if not set(map(str, items)) <= {*_WORDS[name]}:
+            yield name, ", ".join(_WORDS[name])
 
 
 def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
@@ -32,13 +69,27 @@ def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
             expected="as Megatron's arguments are stored: with underscores, and by their destination",
             hint=f"did you mean {similar[0]}?" if similar else "correct the name after --argument",
         )
-    for name, expected in invalid_values(passed):
+    check_values(passed, "--argument", where)
+
+
+def check_values(passed: Mapping[str, Any], option: str, where: str | None = None) -> None:
+    """Refuse values that no job can have.
+
+    Args:
+        passed: the arguments that a user passes.
+        option: the option of the command line that takes them.
+        where: see `check_passed`.
+
+    Raises:
+        UsageError: names the first such argument, and what its value may be.
+    """
+    for name, expected in chain(invalid_values(passed), _unknown_words(passed)):
         raise UsageError(
             "an argument has a value that no job can have",
             found=f"{name}: {format_untrusted(passed[name])}",
             expected=expected,
             where=where,
-            hint="correct the value after --argument",
+            hint=f"correct the value after {option}",
         )
 
 

@@ -80,9 +80,14 @@ class Holding:
     whole_stored: int = 0
     stored_weights: int = 0
 
-    def bytes_read(self, ranks: int) -> int:
-        """Return the bytes that one of the data-parallel ranks reads in a resume."""
-        return self.stored_weights + self.shared_stored // ranks + self.whole_stored
+    def bytes_read(self, ranks: int, readers: int = 1) -> int:
+        """Return the bytes that ranks of a stage read in a resume.
+
+        Args:
+            ranks: the data-parallel ranks that share a state.
+            readers: the number of ranks that read; by default one, that with the largest share.
+        """
+        return readers * (self.stored_weights + self.whole_stored) + -(-readers * self.shared_stored // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,10 @@ class StageHolding:
 
     dense: Holding
     experts: Holding
+
+    def bytes_read(self, ranks: int, expert_ranks: int, readers: int = 1) -> int:
+        """Return the bytes that ranks of the stage read in a resume; see `Holding.bytes_read`."""
+        return self.dense.bytes_read(ranks, readers) + self.experts.bytes_read(expert_ranks, readers)
 
 
 @dataclass(frozen=True, slots=True)

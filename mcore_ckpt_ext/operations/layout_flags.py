@@ -12,8 +12,10 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
+from mcore_ckpt_ext.layout_choice.options import Recomputation
 from mcore_ckpt_ext.layout_choice.order import keeps_rows
 from mcore_ckpt_ext.layout_choice.search import FoundLayout
+from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 
 
 def arguments_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -124,6 +126,44 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
     return notes
 
 
+_OF_FULL_RECOMPUTATION = {"recompute_method": "uniform", "recompute_num_layers": 1}
+_RECOMPUTATION = ("recompute_granularity", *_OF_FULL_RECOMPUTATION, "distribute_saved_activations")
+
+
+def with_recomputation(job: JobArguments, recomputation: Recomputation) -> JobArguments:
+    """Return a job with another recomputation of activations; the job itself if it is its own.
+
+    `TransformerConfig.__post_init__` takes a method and a number of layers with full recomputation, and only then;
+    `validate_args` takes distributed activations only then (core_v0.16.1 and 0.19.2).
+    """
+    if recomputation is recomputation_of(job, None):
+        return job
+    arguments: dict[str, Any] = dict.fromkeys(_RECOMPUTATION)
+    if recomputation is not Recomputation.NONE:
+        arguments["recompute_granularity"] = recomputation.value
+    if recomputation is Recomputation.FULL:
+        arguments |= _OF_FULL_RECOMPUTATION
+    return job.replace(**arguments)
+
+
+def recomputation_flags(candidate: FoundLayout, job: JobArguments) -> list[str]:
+    """Return the flags by which a layout's job recomputes otherwise than the job `job` before."""
+    running = candidate.choice.job.raw
+    changed = [name for name in _RECOMPUTATION if running.get(name) and running[name] != job.raw.get(name)]
+    return [f"--{name.replace('_', '-')} {running[name]}" for name in changed]
+
+
+def _removed_recomputation(candidate: FoundLayout, job: JobArguments) -> list[str]:
+    """Return the arguments of the job's recomputation that another one must not have.
+
+    `--recompute-activations` is stored as selective recomputation, and replaces any other (`validate_args`).
+    """
+    running = candidate.choice.job.raw
+    is_replaced = job.raw.get(_RECOMPUTATION[0]) == Recomputation.SELECTIVE.value != running.get(_RECOMPUTATION[0])
+    removed = [name for name in _RECOMPUTATION if job.raw.get(name) and not running.get(name)]
+    return [*removed, *(["recompute_activations"] if is_replaced else [])]
+
+
 _STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
@@ -140,4 +180,4 @@ def removed_flags_of(one: FoundLayout, job: JobArguments) -> list[str]:
         removed.pop("num_virtual_stages_per_pipeline_rank", None)  # given again
     if job.raw.get("pipeline_model_parallel_layout") and not split.get("pipeline_model_parallel_layout"):
         removed.setdefault("pipeline_model_parallel_layout", "...")
-    return [f"--{name.replace('_', '-')}" for name in removed]
+    return [f"--{name.replace('_', '-')}" for name in (*removed, *_removed_recomputation(one, job))]

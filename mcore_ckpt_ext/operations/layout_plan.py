@@ -21,7 +21,7 @@ from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
-from mcore_ckpt_ext.layout_choice.elastic import use_key
+from mcore_ckpt_ext.layout_choice.fewer_gpus import with_fewer_gpus
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
@@ -30,7 +30,15 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
-from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
+from mcore_ckpt_ext.operations.layout_flags import (
+    arguments_of,
+    flags_of,
+    keeps_grid,
+    notes_of,
+    recomputation_flags,
+    removed_flags_of,
+    with_recomputation,
+)
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.versions import has_job, stock_resumes, writer_of
@@ -203,7 +211,8 @@ def plan(
             source = _NO_MEMORY
         elif gpu_memory is None:
             request, source = _as_before(job, table, old, request, buffers)
-        result = search(job, table, old, request, buffers)
+        running = with_recomputation(job, request.recomputation)
+        result = search(running, table, old, request, buffers)
         least = min(result.found, key=lambda candidate: candidate.memory.total, default=None)
         every: list[tuple[FoundLayout, list[int]]] = [(candidate, []) for candidate in result.found]
         chosen = every if most is None else join_virtual_stages(result.found)[:most]
@@ -211,7 +220,7 @@ def plan(
         def planned(candidate: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
             return _planned(candidate, virtual_stages, checkpoint, job, version, read_rate, data_samples)
 
-        fewer = [] if pins else _with_fewer_gpus(job, table, old, request, buffers, result.found)
+        fewer = [] if pins else with_fewer_gpus(running, table, old, request, buffers, result.found)
         return LayoutPlan(
             schema=SCHEMA,
             path=str(checkpoint.folder),
@@ -243,41 +252,6 @@ def _parameters(checkpoint: CheckpointView) -> int:
     return sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
 
 
-_MOST_FEWER = 64
-_MOST_COMPARED = 4
-
-
-def _with_fewer_gpus(
-    job: JobArguments,
-    table: ModelTable,
-    old: ParallelLayout,
-    request: SearchRequest,
-    buffers: Buffers,
-    candidates: Sequence[FoundLayout],
-) -> list[FoundLayout]:
-    """Return the best layouts of fewer GPUs that keep TP and the batch, as an elastic job orders them.
-
-    Of the next smaller numbers of GPUs with such a layout, some use less of the time of all GPUs than others.
-
-    Returns:
-        At most two; none if the best layout of all GPUs keeps both.
-    """
-
-    def keeps(candidate: FoundLayout) -> bool:
-        return candidate.fits is not False and candidate.keeps_batch and candidate.choice.layout.tensor == old.tensor
-
-    if candidates and keeps(candidates[0]):
-        return []
-    fewer: list[FoundLayout] = []
-    for gpus in range(request.gpus - 1, max(request.gpus - _MOST_FEWER, request.gpus // 2, 1) - 1, -1):
-        if gpus % old.tensor or len(fewer) == _MOST_COMPARED:
-            continue
-        smaller = replace(request, gpus=gpus, pins={"tensor": old.tensor})
-        best = next(filter(keeps, search(job, table, old, smaller, buffers).found), None)
-        fewer += [best] if best is not None else []
-    return sorted(fewer, key=lambda candidate: use_key(candidate, old, request))[:2]
-
-
 def check_gpus(*numbers: int) -> None:
     """Refuse numbers of GPUs that no job has.
 
@@ -293,7 +267,8 @@ def _as_before(
     job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
 ) -> tuple[SearchRequest, str]:
     """Set the memory to the need of the old layout, as its job has run."""
-    before = search(job, table, old, replace(request, gpus=old.world, pins=old.model_sizes()), buffers).found
+    request_before = replace(request, gpus=old.world, pins=old.model_sizes(), recomputation=recomputation_of(job, None))
+    before = search(job, table, old, request_before, buffers).found
     if not before or old.unknown:
         return request, _NO_MEMORY
     return replace(request, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
@@ -319,11 +294,8 @@ def _planned(
     running = job.replace(**arguments_of(candidate))
     is_moved = bool(placement_changes(job, running))
     keeps = keeps_grid(layout, ParallelLayout.from_arguments(job))
-    per_rank = [
-        stage.dense.bytes_read(choice.optimizer_ranks) + stage.experts.bytes_read(choice.expert_optimizer_ranks)
-        for stage in candidate.holdings
-    ]
-    in_all = sum(per_rank) * (layout.world // layout.pipeline)
+    shares = choice.optimizer_ranks, choice.expert_optimizer_ranks
+    in_all = sum(stage.bytes_read(*shares, layout.world // layout.pipeline) for stage in candidate.holdings)
     return PlannedLayout(
         gpus=layout.world,
         layout=str(layout),
@@ -335,7 +307,7 @@ def _planned(
         bubble=round(candidate.bubble, 4),
         micro_batch_size=choice.micro_batch,
         global_batch_size=choice.global_batch if job.global_batch_size is not None else None,
-        read_per_rank=max(per_rank),
+        read_per_rank=max(stage.bytes_read(*shares) for stage in candidate.holdings),
         read_in_all=in_all,
         read_once=choice.table.stored_bytes,
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
@@ -343,7 +315,7 @@ def _planned(
         keeps_random_state=keeps,
         data=data_order(job, running, data_samples),
         differences=candidate.differences,
-        flags=" ".join(flags_of(candidate)),
+        flags=" ".join([*flags_of(candidate), *recomputation_flags(candidate, job)]),
         removed_flags=tuple(removed_flags_of(candidate, job)),
         notes=tuple(notes_of(candidate, job, keeps)),
     )

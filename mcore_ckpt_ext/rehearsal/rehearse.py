@@ -23,9 +23,12 @@ from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.resume import LIVE_MODEL, ResumeOptions
 from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RESUMING, MegatronLoad
 from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.policy import Check
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
+from mcore_ckpt_ext.operations.versions import stock_failure
+from mcore_ckpt_ext.optimizers.stock_failures import SHIFTED_PARAMETERS, StockFailure
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike
 from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
@@ -156,7 +159,7 @@ class _Rehearsing:
         )
         self._make_ready(load, job)
         ranks.perform((*CHECKING, *DECIDING), load)
-        self._note_loader(ranks)
+        self._note_loader(ranks, checkpoint)
         ranks.perform(RESUMING, load)
         return self._succeeded(load, ranks, written)
 
@@ -188,14 +191,21 @@ class _Rehearsing:
         load.scheduler = SimulatedScheduler(job.arguments)
         load.vocabulary_rows = load.session.checkpoint.vocabulary_rows
 
-    def _note_loader(self, ranks: SimulatedRanks) -> None:
-        """Note who loads the optimizer, if that is simulated."""
+    def _note_loader(self, ranks: SimulatedRanks, checkpoint: CheckpointView) -> None:
+        """Note who loads the optimizer, if that is simulated.
+
+        Masters that Megatron wrote shifted show in a job once stock Megatron has loaded them, and this package then
+        fills the optimizer (`check_after_load.repair_shifted`).
+        """
         if ranks.assessment is None:
             return
         decision = ranks.assessment.decision
-        check = decision.check
-        why = None if check is None else f"{check.name}; stock Megatron cannot do this: {check.consequence}"
-        self._plain = replace(self._plain, loaded_by=STOCK if decision.is_stock else PACKAGE, why=why)
+        failure: Check | StockFailure | None = decision.check
+        if failure is None and stock_failure(checkpoint) is SHIFTED_PARAMETERS:
+            failure = SHIFTED_PARAMETERS
+        is_stock = decision.is_stock and failure is None
+        why = None if failure is None else f"{failure.name}; stock Megatron cannot do this: {failure.consequence}"
+        self._plain = replace(self._plain, loaded_by=STOCK if is_stock else PACKAGE, why=why)
         self._plans = not decision.is_stock
 
     def _succeeded(self, load: MegatronLoad, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:

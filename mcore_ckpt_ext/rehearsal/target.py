@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, shorten
+from mcore_ckpt_ext.families.passed_arguments import check_values
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -70,10 +71,10 @@ def sizes_in(text: str) -> dict[str, int]:
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Refuse arguments that a rehearsal cannot change.
+    """Refuse arguments that a rehearsal cannot change, and values that no job can have.
 
     Raises:
-        UsageError: there is such an argument.
+        UsageError: there is such an argument, or such a value.
     """
     if unknown := sorted(changes.keys() - CHANGEABLE):
         raise UsageError(
@@ -81,6 +82,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
             found=shorten(unknown[0], 60),
             expected=", ".join(sorted(CHANGEABLE)),
         )
+    check_values(changes, "--change")
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,10 @@ def target_job(
 
     Raises:
         UnsupportedCheckpointError: the checkpoint does not describe its model sufficiently.
+        UsageError: the changes contradict each other, or describe another model.
     """
     check_layer_form(written, changes)
+    _check_schedule(written, changes)
     # The job is one with optimizers that a rehearsal can simulate.
     simulated: dict[str, Any] = dict.fromkeys(OTHER_OPTIMIZERS, False)
     model = _with_stages_of(written, changes).replace(**simulated)
@@ -143,6 +147,25 @@ def target_job(
         tuple(removed_flags_of(best, written)),
         tuple(notes_of(best, written, keeps_grid(layout, ParallelLayout.from_arguments(written)))),
     )
+
+
+def _check_schedule(written: JobArguments, changes: Mapping[str, Any]) -> None:
+    """Refuse a job with both flags that say whose schedule counts.
+
+    `OptimizerParamScheduler.__init__` asserts it (megatron/core/optimizer_param_scheduler.py, core_v0.16.1 and
+    0.19.2).
+
+    Raises:
+        UsageError: both are set.
+    """
+    names = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    if all({**written.raw, **changes}.get(name) for name in names):
+        raise UsageError(
+            "Megatron takes the learning rate schedule of the command line, or that of the checkpoint",
+            found=" and ".join(names),
+            expected="one of them",
+            hint=f"for example --change {names[0]}=false {names[1]}=true",
+        )
 
 
 def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArguments:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_ckpt_ext import HuggingFace, TorchDist
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UsageError
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.targets import Target
+from tests.harness.checkpoints import fixture_named
 from tests.harness.peft import adapter, peft_folder
 
 BRIDGE = TorchDist(loop="bridge")
@@ -54,6 +57,40 @@ def test_contradictory_values_are_refused(
     with pytest.raises(CheckpointError, match=said):
         convert(tmp_path / source, tmp_path / "out", target, **dict.fromkeys(options, base))
     assert not (tmp_path / "out").exists()
+
+
+OF_CONFIG = "those of its config.json; found: --argument {};.*leave the option out"
+OF_FORM = "torch_dist takes only arguments that decide how its layers are stored; found: {};"
+
+
+@pytest.mark.parametrize("argument", ["rotary_base=500000", "swiglu=true", "num_layers=9"])
+@pytest.mark.parametrize(
+    ("target", "option", "said"),
+    [
+        (HuggingFace, "merge", OF_CONFIG),
+        (TorchDist, "merge", OF_FORM),
+        (partial(TorchDist, loop="bridge"), "weights", OF_FORM),
+    ],
+)
+def test_arguments_of_a_model_with_a_config(
+    argument: str, target: Callable[..., Target], option: str, said: str, base: Path, tmp_path: Path
+) -> None:
+    """Neither another value than that of config.json is taken, nor the same one in silence."""
+    lora = peft_folder(tmp_path / "peft", adapter(LAYER.format(0), 32, 32))
+    with pytest.raises(UsageError, match=said.format(argument.partition("=")[0])):
+        convert(lora, tmp_path / "out", target(arguments=[argument]), **{option: base})
+    assert not (tmp_path / "out").exists()
+
+
+def test_arguments_of_a_model_of_megatron(tmp_path: Path) -> None:
+    """A value that replaces the stored one is said; the stored layout is not replaced."""
+    run = fixture_named("p02").run
+    lora = peft_folder(tmp_path / "peft", adapter(LAYER.format(0), 32, 32))
+    report = convert(lora, tmp_path / "out", HuggingFace(arguments=["rotary_base=500000"]), merge=run)
+    assert "rotary_base is 500000, as passed; the checkpoint stores 10000" in report.notes
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_theta"] == 500000
+    with pytest.raises(UsageError, match="contradicts the layout of the job that wrote the checkpoint"):
+        convert(lora, tmp_path / "no", HuggingFace(arguments=["tensor_model_parallel_size=1"]), merge=run)
 
 
 def test_matrices_that_lie_the_other_way_round(models: dict[str, Path], tmp_path: Path) -> None:

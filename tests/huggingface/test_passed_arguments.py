@@ -59,6 +59,24 @@ def test_a_member_of_an_enumeration_is_named(capsys: pytest.CaptureFixture[str])
     assert "attention_backend is flash, as passed; the checkpoint stores unfused" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("attention_backend=banana", "flash, fused, unfused, local, auto"),
+        ("fp8=banana", "e4m3, hybrid"),
+        ('recompute_modules=["mlp", "banana"]', "core_attn, moe_act"),
+        ("recompute_granularity=banana", "full, selective"),
+    ],
+)
+def test_a_word_that_megatron_does_not_know(argument: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The estimate would otherwise take it for the default."""
+    words = ["plan", str(fixture_named("p02").run), "--gpus", "4", "--argument"]
+    assert main([*words, argument]) == 2
+    shown = capsys.readouterr().err
+    assert f"expected: {expected}" in shown and "correct the value after --argument" in shown
+    assert main([*words, "attention_backend=fused", "fp8=null", 'recompute_modules=["mlp"]']) == 0
+
+
 def test_values_are_compared_as_megatron_stores_them() -> None:
     stored = JobArguments.of({"moe_layer_freq": (1, 0), "params_dtype": dtype_named("bfloat16"), "num_experts": None})
     passed = {"moe_layer_freq": [1, 0], "params_dtype": str(dtype_named("bfloat16")), "seq_length": 8}

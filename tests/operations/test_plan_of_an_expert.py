@@ -160,6 +160,41 @@ def test_two_flags_of_the_schedule_are_not_given_together() -> None:
     assert "--override-opt_param-scheduler" not in flags_of(changed, keeps)
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OF_FULL = ("--recompute-method", "--recompute-num-layers")
+
+
+@pytest.mark.parametrize(
+    ("job", "wanted", "flags", "removed"),
+    [
+        ({}, "full", FULL_FLAGS, ()),
+        ({}, "none", "", ()),
+        ({}, "selective", "--recompute-granularity selective", ()),
+        ({"recompute_granularity": "selective"}, "selective", "", ()),
+        ({"recompute_granularity": "selective"}, "full", FULL_FLAGS, ("--recompute-activations",)),
+        ({"recompute_granularity": "selective"}, "none", "", ("--recompute-granularity", "--recompute-activations")),
+        (FULL, "full", "", ()),
+        (FULL, "selective", "--recompute-granularity selective", OF_FULL),
+        (FULL, "none", "", ("--recompute-granularity", *OF_FULL)),
+        (FULL, None, "", ()),
+    ],
+)
+def test_the_flags_of_another_recomputation(
+    job: dict[str, Any], wanted: str | None, flags: str, removed: tuple[str, ...]
+) -> None:
+    """A layout that fits with it needs its flags; what the old job needed follows from the old job's."""
+    arguments = {"seq_length": 4096, "transformer_impl": "local", **job}
+    run = fixture_named("p02").run
+    before = plan(run, 8, arguments=arguments)
+    found = plan(run, 8, arguments=arguments, recomputation=wanted)
+    first = found.layouts[0]
+    words = first.flags.split(" --")
+    assert " ".join(f"--{word}" for word in words if word.startswith("recompute")) == flags
+    assert first.removed_flags == removed
+    assert found.gpu_memory == before.gpu_memory
+
+
 def test_optimizer_instances_divide_the_ranks() -> None:
     """`initialize_model_parallel` refuses other numbers; each instance keeps a whole optimizer."""
     found = found_for(6, num_distributed_optimizer_instances=2)

@@ -58,8 +58,8 @@ def test_an_intact_checkpoint_is_resumed_under_every_layout_that_megatron_accept
 
 @pytest.mark.parametrize(
     ("name", "layout", "gpus"),
-    [("p01", "tp=2", 4), ("p09", "etp=4", 4), ("p22", "tp=2 ep=1 etp=4", 4), ("p44", "tp=1", 4), ("p47", "pp=2", 4),
-     ("p47b", "tp=2", 4)],
+    [("p01", "tp=2", 4), ("p09", "etp=4", 4), ("p22", "tp=2 ep=1 etp=4", 4), ("p44", "tp=1", 4), ("p44", "tp=1", 6),
+     ("p47", "pp=2", 4), ("p47b", "tp=2", 4)],
 )  # fmt: skip
 def test_it_reads_what_the_plan_says(name: str, layout: str, gpus: int) -> None:
     run = fixture_named(name).run
@@ -132,6 +132,8 @@ def test_lost_elements_are_refused(name: str) -> None:
     assert not found.will_succeed
     assert found.refusal is not None
     assert "elements in no slot" in found.refusal
+    assert found.loaded_by == PACKAGE
+    assert (found.why or "").startswith("shifted parameters;")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,22 @@ def test_options_that_differ(changes: dict[str, Any], refused: str | None) -> No
     assert found.will_succeed == (refused is None), found.refusal
     assert refused is None or refused in str(found.refusal)
     assert refused is None or "--override-opt_param-scheduler uses the schedule" in str(found.refusal)
+
+
+def test_two_schedules_are_refused() -> None:
+    """Megatron asserts that its two flags are not set together."""
+    changes: dict[str, Any] = dict.fromkeys(
+        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), True
+    )
+    with pytest.raises(UsageError, match="that of the checkpoint; found: .*expected: one of them"):
+        rehearsed("p10", "pp=2", 4, changes=changes)
+
+
+@pytest.mark.parametrize("value", ["banana", -1])
+def test_a_change_with_a_value_that_no_job_can_have(value: object) -> None:
+    """The user is wrong, and not the checkpoint."""
+    with pytest.raises(UsageError, match=f"ddp_bucket_size: .?{value}.*correct the value after --change"):
+        rehearsed("p10", "pp=2", 4, changes={"ddp_bucket_size": value})
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
