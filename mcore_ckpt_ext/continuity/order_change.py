@@ -12,7 +12,9 @@ SAME_ORDER: Final = "same order"
 EACH_ONCE: Final = "each sample once"
 CHANGES: Final = "changes"
 UNKNOWN: Final = "unknown"
-OF_THE_DATA_SET: Final = "no checkpoint has the size of the data set; `mcore-ckpt plan --data-samples` counts them"
+OF_THE_DATA_SET: Final = (
+    "no checkpoint has the size of the data set; with it, --data-samples of `mcore-ckpt plan` counts them"
+)
 """Why it is not known how many samples a random sampler reads again or never."""
 
 

@@ -176,7 +176,7 @@ def test_a_resume_says_that_the_layout_changes_the_order_or_that_it_is_unknown()
         "data: goes on at sample 64, another order (the loader cyclic of Megatron-Bridge by DP4 with micro batch 1, "
         "now DP2 with micro batch 1: each rank reads a part of the data set of its own, so that samples are read again "
         "or never); how many samples are read again or never is not known: no checkpoint has the size of the data set; "
-        "`mcore-ckpt plan --data-samples` counts them"
+        "with it, --data-samples of `mcore-ckpt plan` counts them"
     )
     assert changed.hint == "keep DP4 with micro batch 1"
     for written in (cyclic, _job({**_BRIDGE, "dataloader_type": "single"}), _job({})):
