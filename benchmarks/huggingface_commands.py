@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from command_line import parser_of
 from commands import IMPORTS, READY, Measured, Results, table
-from huggingface import make
 
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
 _IMPORT_ALONE = [sys.executable, "-c", "import gc, os; gc.disable(); import torch; os._exit(0)"]
@@ -27,10 +27,16 @@ _LARGE = {"layers": 24, "hidden": 2560, "feed_forward": 8192, "vocabulary": 3200
 _NARROW = {"hidden": 64, "feed_forward": 64, "vocabulary": 128}
 
 
+def _make(folder: Path, **sizes: int) -> None:
+    """Make a model in a process of its own: the peak memory of a child begins with its parent's."""
+    program = f"import huggingface, pathlib; huggingface.make(pathlib.Path({str(folder.resolve())!r}), **{sizes})"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, check=True)
+
+
 def run_large(folder: Path, runs: int) -> Results:
     """Run `verify` and `diff` with their references, and return the results."""
     one, other, copy = (folder / name for name in ("hf", "other_files", "copy"))
-    make(one, **_LARGE)
+    _make(one, **_LARGE)
     environment = dict(os.environ)
     for source, to, target in ((one, folder / "run", "torch_dist"), (folder / "run", other, "hf")):
         size = ["--max-shard-size", "1GB"] if target == "hf" else []
@@ -59,7 +65,7 @@ def run_large(folder: Path, runs: int) -> Results:
 def run_narrow(folder: Path, tensors: int) -> Results:
     """Convert a model of many tensors there and back, compare, and return the results."""
     source, run, back = (folder / name for name in ("narrow", "narrow_run", "narrow_back"))
-    make(source, layers=tensors // _OF_LAYER, **_NARROW)
+    _make(source, layers=tensors // _OF_LAYER, **_NARROW)
     commands = {
         IMPORTS: _IMPORT_ALONE,
         f"convert --to torch_dist, {tensors:,} tensors": [
