@@ -100,28 +100,29 @@ def _batches(results: Results, name: str) -> list[list[int]]:
     return [[sample for read in ranks for sample in read[start : start + each]] for start in iterations]
 
 
+def _check_read_once(alone: list[list[int]], parts: list[list[int]]) -> None:
+    """Check that the iterations of several jobs read each sample of the job without interruption once."""
+    read = sum(parts, [])
+    assert len(set(read)) == len(read)
+    assert set(read) == set(sum(alone, []))
+
+
 def test_the_samples_are_those_of_the_job_without_interruption(results: Results) -> None:
     alone, second, third = (_batches(results, name) for name in ("first", "second", "third"))
     assert list(map(len, (alone, second, third))) == [LAST, _BETWEEN - SAVED, LAST - _BETWEEN]
-    read = sum(alone[:SAVED] + second + third, [])
-    assert len(set(read)) == len(read)
-    assert set(read) == set(sum(alone, []))
+    _check_read_once(alone, alone[:SAVED] + second + third)
 
 
 def test_more_ranks_read_on_where_fewer_stopped(results: Results) -> None:
     alone, second, more = (_batches(results, name) for name in ("first", "second", "more"))
-    read = sum(alone[:SAVED] + second + more, [])
-    assert len(set(read)) == len(read)
-    assert set(read) == set(sum(alone, []))
+    _check_read_once(alone, alone[:SAVED] + second + more)
     assert "of DP2 with --num-workers 4 are redistributed to DP4 with --num-workers 2" in results.job("more").output
 
 
 def test_twice_as_many_ranks_read_on_where_the_first_stopped(results: Results, twice_as_many: Results) -> None:
     alone, rest = _batches(results, "first"), _batches(twice_as_many, "DP8")
     assert list(map(len, rest)) == [BATCH] * (LAST - SAVED)
-    read = sum(alone[:SAVED] + rest, [])
-    assert len(set(read)) == len(read)
-    assert set(read) == set(sum(alone, []))
+    _check_read_once(alone, alone[:SAVED] + rest)
     output = twice_as_many.job("DP8").output
     assert "of DP4 with --num-workers 2 are redistributed to DP8 with --num-workers 1" in output
     assert "hint: --num-workers 1" in twice_as_many["DP8, refused"].output
@@ -130,9 +131,7 @@ def test_twice_as_many_ranks_read_on_where_the_first_stopped(results: Results, t
 def test_eight_ranks_read_on_where_four_stopped_that_read_on_where_eight_stopped(twice_as_many: Results) -> None:
     alone, four, again = (_batches(twice_as_many, name) for name in ("eight", "four", "eight again"))
     assert list(map(len, (alone, four, again))) == [LAST, _BETWEEN - SAVED, LAST - _BETWEEN]
-    read = sum(alone[:SAVED] + four + again, [])
-    assert len(set(read)) == len(read)
-    assert set(read) == set(sum(alone, []))
+    _check_read_once(alone, alone[:SAVED] + four + again)
     output = twice_as_many.job("eight again").output
     assert "of DP4 with --num-workers 2 are redistributed to DP8 with --num-workers 1" in output
 
