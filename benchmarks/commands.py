@@ -1,16 +1,18 @@
 """Measures whole commands as a user runs them, from prompt to prompt, against lower bounds.
 
-    python benchmarks/commands.py FOLDER [--runs 3] [--layers 16 --hidden 1024] [--loads]
+    python benchmarks/commands.py FOLDER [--runs 3] [--layers 16 --hidden 1024] [--interrupted] [--loads]
 
 Makes a checkpoint of 4.3 GB in FOLDER, and runs in turn `convert` to three formats, `verify` and `diff`, warm (the
 input is in the page cache) and cold (the input was evicted from the page cache). Each command is followed by its
-references, with the same state of the page cache. For a conversion they are the bound, `sendfile` of as many bytes of
-the source as it writes, with a flush of each file, and `cp` of as many bytes with a flush. For `verify` and `diff` they
-are reading the same bytes with two threads. `diff` compares the checkpoint with the result of `convert --to
-torch_dist`. Modules are compiled beforehand, as after an installation. Seconds include starting Python and importing
-torch, which the first row shows alone; processor seconds are user and system time of the process; peak memory is its
-resident set, including mapped libraries. `--loads` also runs `loading.py` (a job with real Megatron: stock, `fast` and
-another layout).
+references, with the same state of the page cache. For a conversion they copy as many bytes of the source as it writes:
+`sendfile` and `cp` with a flush of each file, and direct I/O with two threads; the bound is the fastest of them. For
+`verify` and `diff` they read the same bytes with two threads, through the page cache and, if it is cold, by direct I/O.
+`diff` compares the checkpoint with the result of `convert --to torch_dist`. Modules are compiled beforehand, as after
+an installation. Seconds include starting Python and importing torch, which the first row shows alone; processor seconds
+are user and system time of the process; peak memory is its resident set, including mapped libraries.
+
+`--interrupted` also kills a conversion in the middle and continues it with `--resume`. `--loads` also runs
+`loading.py` (a job with real Megatron: stock, `fast` and another layout).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from pathlib import Path
 from statistics import median
 
 from command_line import parser_of
-from memory import forget, remember  # memory.py in this folder
+from direct_io import machine  # direct_io.py in this folder
+from memory import forget, remember
 
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
@@ -37,6 +40,7 @@ _IMPORT_ALONE = "import gc, os; gc.disable(); import torch; os._exit(0)"
 _TARGETS = ("torch_dist", "legacy", "hf")
 SIZES = {"layers": 16, "hidden": 1024, "feed-forward": 3584, "vocabulary": 32000}
 _SENDFILE = f"import sys; sys.path.insert(0, {str(_HERE)!r}); import stream; stream.copy(*sys.argv[1:])"
+_DIRECT = f"import sys; sys.path.insert(0, {str(_HERE)!r}); import direct_io; direct_io.{{}}(*sys.argv[1:])"
 _FLUSH = "find {} -type f -exec sync {{}} +"
 _READ = """
 import os, sys, threading
@@ -95,8 +99,9 @@ Results = dict[tuple[str, str], Measured]
 class Benchmark:
     """Runs the commands in a folder that contains the checkpoint `source`."""
 
-    def __init__(self, folder: Path, vocabulary: int) -> None:
+    def __init__(self, folder: Path, vocabulary: int, *, interrupted: bool) -> None:
         self.results: Results = {}
+        self._interrupted = interrupted
         self._options = {"hf": ["--vocab-size", str(vocabulary)]}
         self._folder, self._source = folder, folder / "source"
         # Python compiles modules unless something prevents it, and pip compiles them on installation.
@@ -108,31 +113,51 @@ class Benchmark:
         """Run each command once, followed by its references."""
         folder, source = self._folder, self._source
         self._run(IMPORTS, state, [sys.executable, "-c", _IMPORT_ALONE], ())
-        for target in _TARGETS:
-            name, out, options = f"convert --to {target}", folder / target, self._options.get(target, [])
-            self._run(name, state, [*_COMMAND, "convert", str(source), str(out), "--to", target, *options], [source])
-            self._run_copies(name, state, out)
-            if target != "torch_dist":
-                shutil.rmtree(out)
-        both = [source, folder / "torch_dist"]
-        for name, read in (("verify", both[:1]), ("diff", both)):
+        for target in _TARGETS[1:]:
+            self._convert(target, state)
+            self._run_copies(target, state)
+        self._convert("torch_dist", state)
+        for name, read in (("verify", [source]), ("diff", [source, folder / "torch_dist"])):
             paths = [str(path) for path in read]
             self._run(name, state, [*_COMMAND, name, *paths], read)
             self._run(f"{name}: reading", state, [sys.executable, "-c", _READ, *paths], read)
-        shutil.rmtree(both[1])
+            if state == "cold":
+                self._run(f"{name}: direct I/O", state, [sys.executable, "-c", _DIRECT.format("read"), *paths], read)
+        self._run_copies("torch_dist", state)
+        if self._interrupted:
+            self._run_interrupted(state)
 
-    def _run_copies(self, name: str, state: str, written: Path) -> None:
-        """Copy as many bytes as a conversion has written, by `sendfile` and by `cp`."""
-        copy = self._folder / "copy"
-        source = _of_size(self._source, _bytes_of(written), self._folder / "part")
+    def _convert(self, target: str, state: str) -> None:
+        source, out = self._source, self._folder / target
+        command = [*_COMMAND, "convert", str(source), str(out), "--to", target, *self._options.get(target, [])]
+        self._run(f"convert --to {target}", state, command, [source])
+
+    def _run_interrupted(self, state: str) -> None:
+        """Kill a conversion after half of the time that one has taken, and continue it."""
+        out = self._folder / "interrupted"
+        command = [*_COMMAND, "convert", str(self._source), str(out), "--to", "torch_dist"]
+        READY[state](self._source)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=self._environment) as process:
+            time.sleep(self.results["convert --to torch_dist", state].seconds[-1] / 2)
+            process.kill()
+        self._run("convert --resume, killed after half of it", state, [*command, "--resume"], [self._source])
+        shutil.rmtree(out)
+
+    def _run_copies(self, target: str, state: str) -> None:
+        """Delete what a conversion has written, and copy as many bytes in other ways."""
+        written, copy = self._folder / target, self._folder / "copy"
+        size = _bytes_of(written)
+        shutil.rmtree(written)
+        source = _of_size(self._source, size, self._folder / "part")
         flushed = (
             f"cp -r {shlex.quote(str(source))} {shlex.quote(str(copy))} && {_FLUSH.format(shlex.quote(str(copy)))}"
         )
         for reference, command in (
             ("sendfile", [sys.executable, "-c", _SENDFILE, str(source), str(copy)]),
             ("cp", ["sh", "-c", flushed]),
+            ("direct I/O", [sys.executable, "-c", _DIRECT.format("copy"), str(source), str(copy)]),
         ):
-            self._run(f"{name}: {reference}", state, command, [source])
+            self._run(f"convert --to {target}: {reference}", state, command, [source])
             shutil.rmtree(copy)
         if source != self._source:
             shutil.rmtree(source)
@@ -192,6 +217,7 @@ def main() -> None:
     """Make the checkpoint, measure in turn, print the table."""
     parser = parser_of(__doc__, runs=3)
     parser.add_argument("--states", nargs="+", choices=READY, default=list(READY), help="of the page cache")
+    parser.add_argument("--interrupted", action="store_true", help="also kill and continue a conversion")
     parser.add_argument("--loads", action="store_true", help="also run loading.py (needs megatron-core)")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -201,7 +227,8 @@ def main() -> None:
         sizes = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in SIZES]
         # In a separate process, because a child's peak memory starts at that of its parent.
         subprocess.run([sys.executable, str(_HERE / "synthetic.py"), str(folder / "source"), *sizes], check=True)
-    benchmark = Benchmark(folder, options.vocabulary)
+    print(machine(folder), flush=True)
+    benchmark = Benchmark(folder, options.vocabulary, interrupted=options.interrupted)
     before = os.getloadavg()[0]
     for _ in range(options.runs):
         for state in options.states:
