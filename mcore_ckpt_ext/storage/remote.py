@@ -42,6 +42,10 @@ class RemoteFolderReader(FolderReader):
         self._guard = threading.Lock()
 
     @override
+    def past_cache(self) -> FolderReader:
+        return self
+
+    @override
     def size(self, file: str) -> int:
         if file not in self._sizes:
             try:
@@ -56,7 +60,10 @@ class RemoteFolderReader(FolderReader):
         if end > self.size(file):
             raise cut_short(self.folder / file, self.size(file), end)
         if len(buffer) >= BLOCK_BYTES:
-            buffer[:] = self._path(file).read_range(offset, end)
+            done = 0
+            for part in self._path(file).read_range(offset, end, BLOCK_BYTES):
+                buffer[done : done + len(part)] = part
+                done += len(part)
         else:
             for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 begin = number * BLOCK_BYTES
@@ -94,7 +101,7 @@ class RemoteFolderReader(FolderReader):
                 self._blocks.move_to_end((file, number))
                 return cached
         begin = number * BLOCK_BYTES
-        block = self._path(file).read_range(begin, min(begin + BLOCK_BYTES, self.size(file)))
+        (block,) = self._path(file).read_range(begin, min(begin + BLOCK_BYTES, self.size(file)), BLOCK_BYTES)
         with self._guard:
             self._blocks[file, number] = block
             while len(self._blocks) > _KEPT_BLOCKS:
