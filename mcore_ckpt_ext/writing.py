@@ -18,6 +18,7 @@ from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.crc32 import Piece, checksum, crc32
 from mcore_ckpt_ext.storage.direct import ALIGNMENT, BlockFile, write_all
 from mcore_ckpt_ext.storage.folder import Folder
+from mcore_ckpt_ext.storage.huge_pages import huge_memory
 
 BLOCK_BYTES = 64 << 20
 # The part of a record that a thread fills before it takes other work.
@@ -196,7 +197,7 @@ class RecordWriter:
         The memory has the same alignment as the block's position in the file, as direct writes require.
         """
         if not hasattr(self._memory, "bytes"):
-            self._memory.bytes = torch.empty(max(self._block_bytes, 16) + 2 * ALIGNMENT, dtype=torch.uint8)
+            self._memory.bytes = torch.from_numpy(huge_memory(max(self._block_bytes, 16) + 2 * ALIGNMENT))
         count = block.stop - block.start
         size = ITEM_SIZE[record.dtype]
         position = record.offset + block.start * size

@@ -32,7 +32,7 @@ class BlockReader:
         self._source = cached(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
         # One thread, because the caller reads several records at once.
-        self._transfer = Transfer(checkpoint.reader, workers=1, checksums=self._checksums)
+        self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1, checksums=self._checksums)
         self._accept_lost = accept_lost
         self._lock = threading.Lock()
 

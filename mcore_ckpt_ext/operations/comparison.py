@@ -233,7 +233,7 @@ class _Side:
         self.checkpoint = checkpoint
         self.rows = rows
         self.source = cached(strip_shifts(checkpoint) if as_stored else checkpoint)
-        self.transfer = Transfer(checkpoint.reader, workers=1)
+        self.transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
         self._rooms = Rooms()
         self.kinds = checkpoint.kinds()
         self._names = {kind: checkpoint.names(kind) for kind in self.kinds}

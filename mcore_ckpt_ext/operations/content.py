@@ -79,7 +79,7 @@ class ContentCheck:
     ) -> None:
         self._checkpoint = checkpoint
         # One thread, because the caller divides the blocks between threads.
-        self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
+        self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1, checksums=checksums)
         self._sources = {WEIGHT: cached(checkpoint.weights)}
         self._rooms = Rooms()
         self._unreadable = unreadable

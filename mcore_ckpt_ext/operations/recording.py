@@ -258,7 +258,7 @@ class _ModelTensors:
 
     def __init__(self, checkpoint: CheckpointView) -> None:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
-        self._transfer = Transfer(checkpoint.reader, workers=1)
+        self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
         self._rooms = Rooms()
         self._sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
         self._sources[WEIGHT] = cached(checkpoint.weights)
@@ -287,7 +287,7 @@ class _StoredTensors:
     def __init__(self, listing: Listing) -> None:
         self._tensors = {(STORED, tensor.name): tensor for tensor in listing}
         self.keys = list(self._tensors)
-        self._transfer = Transfer(listing.reader, workers=1)
+        self._transfer = Transfer(listing.reader.past_cache(), workers=1)
 
     def size(self, key: Key) -> int:
         """Return the number of elements of a tensor."""

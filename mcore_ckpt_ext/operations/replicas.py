@@ -58,7 +58,7 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
     Raises:
         CheckpointError: a copy cannot be read.
     """
-    transfer = Transfer(checkpoint.reader, workers=1)
+    transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
     texts = []
     for kind in kinds:
         shifted = shifted_names(checkpoint, kind)

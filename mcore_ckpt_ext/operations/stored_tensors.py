@@ -130,10 +130,10 @@ class _ElementCheck:
     """Checks one tensor or archive at a time; thread-safe."""
 
     def __init__(self, listing: Listing, advance: Callable[[int], None], *, digest_tensors: bool) -> None:
-        self._reader = listing.reader
+        self._reader = listing.reader.past_cache()
         self._advance = advance
         self._digest_tensors = digest_tensors
-        self._transfer = Transfer(listing.reader, workers=1)
+        self._transfer = Transfer(self._reader, workers=1)
         self._rooms = Rooms()
 
     def archive(self, file: str) -> list[Finding]:

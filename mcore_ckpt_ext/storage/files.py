@@ -2,7 +2,7 @@
 
 It uses `pread` instead of `mmap`: bytes go straight to their destination, a file that shrinks while it is read causes
 an error and not a SIGBUS that kills the job, pages do not count as memory of this process, and the bytes read can be
-counted exactly.
+counted exactly. Only the look whether pages are cached maps a file (`direct_reads`), and touches none of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import open_file
 from mcore_ckpt_ext.storage.crc32 import crc32
+from mcore_ckpt_ext.storage.direct_reads import WORTH, DirectReads, open_direct
 
 # A zarr array has a file for each chunk, and by default a process may open 1024 files.
 _OPEN_FILES = 256
@@ -29,11 +30,21 @@ class _Descriptor:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.number = -1
+        self._direct: int | None = None
+        self._is_tried = False
         self.number = open_file(folder, name)
 
     def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+        for number in (self.number, self._direct):
+            if number is not None and number >= 0:
+                os.close(number)
+
+    def direct(self) -> int | None:
+        """Return a descriptor of the same file for direct reads, if there are any; called under the reader's lock."""
+        if not self._is_tried:
+            self._is_tried = True
+            self._direct = open_direct(self.number)
+        return self._direct
 
 
 def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointError:
@@ -55,6 +66,16 @@ class FolderReader:
         self.bytes_read = 0
         self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
+        self._direct_reads: DirectReads | None = None
+
+    def past_cache(self) -> FolderReader:
+        """Return a reader of the same files for bytes that this machine needs once.
+
+        It reads large blocks past the page cache. The ranks of a job do not: they read many bytes more than once.
+        """
+        reader = FolderReader(self.folder)
+        reader._direct_reads = DirectReads()
+        return reader
 
     def __enter__(self) -> FolderReader:
         return self
@@ -84,7 +105,7 @@ class FolderReader:
             StorageError: the file cannot be read, for example from a broken disk.
         """
         descriptor = self._descriptor(file)
-        done = 0
+        done = self._read_directly(descriptor, offset, buffer)
         while done < len(buffer):
             try:
                 count = os.preadv(descriptor.number, [buffer[done:]], offset + done)
@@ -102,6 +123,13 @@ class FolderReader:
             done += count
         with self._lock:
             self.bytes_read += done
+
+    def _read_directly(self, descriptor: _Descriptor, offset: int, buffer: memoryview) -> int:
+        if self._direct_reads is None or len(buffer) < WORTH:
+            return 0
+        with self._lock:
+            direct = descriptor.direct()
+        return 0 if direct is None else self._direct_reads.read_into(descriptor.number, direct, offset, buffer)
 
     def read_rows(self, file: str, offset: int, stride: int, rows: Iterable[memoryview]) -> None:
         """Fill many small buffers from positions `stride` bytes apart; raises as `read_into` does."""

@@ -23,6 +23,10 @@ class OverlayReader(FolderReader):
         return self._prefix + file
 
     @override
+    def past_cache(self) -> FolderReader:
+        return OverlayReader(self._own.past_cache(), self._other.past_cache())
+
+    @override
     def size(self, file: str) -> int:
         reader, name = self._place(file)
         return reader.size(name)
