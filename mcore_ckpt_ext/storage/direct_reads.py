@@ -47,7 +47,8 @@ class DirectReads:
             begin = (offset + done) // _PAGE * _PAGE
             skip = offset + done - begin
             needed = min(_STEP, skip + len(buffer) - done)
-            if begin + needed > size or _is_cached(descriptor, begin, needed):
+            middle = begin + needed // 2 // _PAGE * _PAGE
+            if begin + needed > size or _is_cached(descriptor, middle):
                 break
             try:
                 count = os.preadv(direct, [self._block()[: -(-needed // _PAGE) * _PAGE]], begin)
@@ -81,20 +82,20 @@ def open_direct(descriptor: int) -> int | None:
         return None
 
 
-def _is_cached(descriptor: int, begin: int, count: int) -> bool:
-    """Return whether most of the pages of a part of a file are in the page cache; `begin` is at a page.
+def _is_cached(descriptor: int, position: int) -> bool:
+    """Return whether the page at a position of a file is in the page cache; it is mapped for that, and not touched.
 
     `mincore` says so of all pages if the file belongs to someone else and cannot be written (mm/mincore.c,
-    `can_do_mincore`, Linux 5.2 to 6.18). Pages are mapped, but not touched.
+    `can_do_mincore`, Linux 5.2 to 6.18).
     """
     call = function_of_linux("mincore")
     if call is None:
         return True
-    resident = numpy.zeros(-(-count // _PAGE), numpy.uint8)
+    state = ctypes.c_ubyte(1)
     try:
-        with mmap.mmap(descriptor, count, access=mmap.ACCESS_COPY, offset=begin) as pages:
-            start = numpy.frombuffer(pages, numpy.uint8).ctypes.data
-            failed = call(ctypes.c_void_p(start), ctypes.c_size_t(count), ctypes.c_void_p(resident.ctypes.data))
+        with mmap.mmap(descriptor, _PAGE, access=mmap.ACCESS_COPY, offset=position) as page:
+            place = ctypes.addressof(ctypes.c_ubyte.from_buffer(page))
+            call(ctypes.c_void_p(place), ctypes.c_size_t(_PAGE), ctypes.byref(state))
     except (OSError, ValueError):
         return True  # a file system without mappings, or a file that has just become shorter
-    return bool(failed) or 2 * int((resident & 1).sum()) > len(resident)
+    return bool(state.value & 1)

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, data: bytes) -> Path:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if direct_reads._is_cached(descriptor, 0, SIZE):
+        if direct_reads._is_cached(descriptor, 4 << 20):
             pytest.skip("this file system keeps its files in the page cache")
     except OSError:
         pytest.skip("this file system has no direct reads")
@@ -84,7 +84,7 @@ def test_large_blocks_do_not_fill_the_page_cache(folder: Path, data: bytes, dire
     assert read(folder, 0, SIZE) == data
     assert sum(direct_bytes) >= 8 << 20
     with (folder / "file").open("rb") as file:
-        assert not direct_reads._is_cached(file.fileno(), 0, 8 << 20)
+        assert not any(direct_reads._is_cached(file.fileno(), at) for at in range(0, 8 << 20, 1 << 20))
 
 
 def test_small_blocks_are_read_through_the_page_cache(folder: Path, data: bytes, direct_bytes: list[int]) -> None:
