@@ -28,7 +28,7 @@ from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_stream, read_file, reading
 from mcore_ckpt_ext.storage.checksums import Confirmed, verify_array
 from mcore_ckpt_ext.storage.file_digests import compare_digests
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _MANIFEST_FILE = "integrity.json"
@@ -191,7 +191,7 @@ def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Fin
     """
     path = folder / _MANIFEST_FILE
     try:
-        manifest = parsed(read_file(folder, _MANIFEST_FILE))
+        manifest = parse_json(read_file(folder, _MANIFEST_FILE))
         algorithm = manifest.get("algorithm", _ALGORITHM)
         files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:

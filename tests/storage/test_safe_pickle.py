@@ -21,7 +21,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -267,11 +267,11 @@ def test_json_that_says_two_things_is_refused(file: str, entry: str, tmp_path: P
 
 
 def test_json_that_says_a_thing_twice_is_read() -> None:
-    assert parsed('{"a": 1, "a": 1, "b": {"a": 2}}') == {"a": 1, "b": {"a": 2}}
+    assert parse_json('{"a": 1, "a": 1, "b": {"a": 2}}') == {"a": 1, "b": {"a": 2}}
 
 
 def test_a_nan_beside_a_repeated_key_is_no_contradiction() -> None:
     """It does not equal itself, and would be named in place of the key that has two values."""
-    assert list(parsed('{"a": NaN, "b": 1, "b": 1}')) == ["a", "b"]
+    assert list(parse_json('{"a": NaN, "b": 1, "b": 1}')) == ["a", "b"]
     with pytest.raises(ValueError, match="two entries 'b'"):
-        parsed('{"a": NaN, "b": 1, "b": 2}')
+        parse_json('{"a": NaN, "b": 1, "b": 2}')

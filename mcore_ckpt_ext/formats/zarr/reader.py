@@ -33,7 +33,7 @@ from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk, StoredObject
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 
 NAME = "zarr"
 _DESCRIPTION = ".zarray"
@@ -96,7 +96,7 @@ def read_index(folder: Path) -> DcpIndex:
 def _array(path: Path) -> StoredArray:
     where = path / _DESCRIPTION
     try:
-        described = parsed(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
+        described = parse_json(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
         shape, sizes = (tuple(described[name]) for name in ("shape", "chunks"))
         for axes in (shape, sizes):
             elements_of(axes)
