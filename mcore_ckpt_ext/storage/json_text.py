@@ -1,4 +1,4 @@
-"""Reads and plans JSON; an object that repeats a key is refused, since its value depends on the parser."""
+"""Reads JSON strictly, as a repeated key has a value that depends on the parser; plans files."""
 
 from __future__ import annotations
 
