@@ -18,7 +18,7 @@ from typing import Any
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor, Leaf, dumps
-from mcore_ckpt_ext.storage.torch_archive import WRITER_MEMBER
+from mcore_ckpt_ext.storage.torch_archive import WRITER_RECORD
 
 _ALIGNMENT = 64
 _LIMIT_32 = 0xFFFFFFFF
@@ -60,11 +60,11 @@ def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
         TypeError: an object in the tree cannot be pickled by name.
     """
     pickle, leaves = dumps(tree)
-    members: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
-    members += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
-    members += [("version", b"3\n")]
-    members += [(WRITER_MEMBER, writer.encode())] if writer else []
-    return _Zip().plan(members)
+    records: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
+    records += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
+    records += [("version", b"3\n")]
+    records += [(WRITER_RECORD, writer.encode())] if writer else []
+    return _Zip().plan(records)
 
 
 def archive_of(tree: Any) -> bytes:
@@ -95,8 +95,8 @@ class _Zip:
         self._directory: list[bytes] = []
         self._declared: list[tuple[DeclaredTensor, int, int, int]] = []
 
-    def plan(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchivePlan:
-        for name, content in members:
+    def plan(self, records: Sequence[tuple[str, bytes | Leaf]]) -> ArchivePlan:
+        for name, content in records:
             self._add(f"archive/{name}".encode(), content)
         directory, crc_at = self._central_directory()
         tensors = tuple(

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.storage.dcp_metadata import PLANS, DcpIndex, index_of
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE as METADATA_FILE
 from mcore_ckpt_ext.storage.index_entries import StoredObject
-from mcore_ckpt_ext.storage.pickle_stubs import Record
+from mcore_ckpt_ext.storage.pickle_stubs import MetadataStub
 from mcore_ckpt_ext.storage.plain_pickle import strip_last
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -230,6 +230,6 @@ def _load_without_plans(short: bytes, where: str) -> Any:
     """
     with suppress(ContentError):  # raised again when the whole index is loaded
         index = safe_loads(short, where)
-        if isinstance(index, Record) and getattr(index, PLANS, None) is True and hasattr(index, _PARTS[0]):
+        if isinstance(index, MetadataStub) and getattr(index, PLANS, None) is True and hasattr(index, _PARTS[0]):
             return index
     return None

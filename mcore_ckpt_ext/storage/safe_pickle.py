@@ -21,11 +21,11 @@ from mcore_ckpt_ext.storage.checked_unpickler import CheckedUnpickler, NameCost
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_stubs import (
     Function,
+    MetadataStub,
     PickleStub,
     Placeholder,
-    Record,
+    metadata_class,
     origin_of,
-    record_class,
     stub_class,
 )
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
@@ -157,7 +157,7 @@ def _resolve(module: str, name: str, where: str) -> Any:
     if module == "torch" and name in DTYPE_NAMES:
         return dtype_named(name)
     if module.startswith(_METADATA_MODULES):
-        return record_class(name)
+        return metadata_class(name)
     return stub_class(module, name, where)
 
 
@@ -240,7 +240,7 @@ class _PlainUnpickler(pickle.Unpickler):
             if len(values) > _FEW or tuple in map(type, values) or self._is_one_of_many(arguments):
                 raise _NotPlainError
             return arguments
-        if isinstance(called[0], type) and issubclass(called[0], (Placeholder, Record)):
+        if isinstance(called[0], type) and issubclass(called[0], (Placeholder, MetadataStub)):
             return called[0](*arguments)
         if called[0] is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
             return arguments[0]

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.dcp_metadata import index_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode
-from mcore_ckpt_ext.storage.pickle_stubs import record_class
+from mcore_ckpt_ext.storage.pickle_stubs import metadata_class
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.safe_pickle import _NotPlainError, _PlainUnpickler, safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -125,7 +125,7 @@ def test_an_index_whose_offsets_have_one_hash_is_refused() -> None:
 def test_an_index_whose_records_have_one_hash_is_refused() -> None:
     """-1 and -2 have one hash; whether an offset is within its array is checked later."""
     offsets = list(itertools.product((-1, -2), repeat=9))
-    records = [record_class("MetadataIndex")() for _ in offsets]
+    records = [metadata_class("MetadataIndex")() for _ in offsets]
     for record, offset in zip(records, offsets, strict=True):
         record.__setstate__({"fqn": "weight", "offset": offset})
     with pytest.raises(ValueError, match="512 keys that have one hash"):

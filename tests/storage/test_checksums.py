@@ -24,12 +24,12 @@ from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
-from mcore_ckpt_ext.storage.checksums import Checksums, Confirmed, Place
+from mcore_ckpt_ext.storage.checksums import Checksums, Confirmed
 from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.storage.torch_archive import ByteRange, TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
@@ -84,7 +84,7 @@ class Stored:
         self.extent = ArchivedTensor("file", 6, len(archive.getvalue()), "float32", (NUMEL,))
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ByteRange:
         return self.extent.file, self.extent.offset, self.extent.length
 
     def looked_at(self, kind: type[Checksums] = Checksums) -> tuple[Checksums, TensorLocation]:
@@ -205,7 +205,7 @@ def test_a_damaged_record_next_to_the_elements_is_found(stored: Stored) -> None:
     """The elements pass, and are right; the archive is not, for another of its records is damaged."""
     archive = TorchArchive(FolderReader(stored.path.parent), *stored.place)
     (name,) = (name for name in archive.names if name.endswith("serialization_id"))
-    flip(stored.path, archive.place_of(name)[0])
+    flip(stored.path, archive.find_record(name)[0])
     checksums, payload = stored.looked_at(Confirmed)
     passing(checksums, payload, stored.data, [0, 3000, len(stored.data)])
     assert checksums.verified == set()

@@ -145,7 +145,7 @@ def test_a_tensor_is_found_where_it_lies(dtype: torch.dtype, before: bytes, tmp_
     archive = archive_of(tensor, tmp_path, before)
     reference = archive.load()
     assert isinstance(reference, TensorReference)
-    payload = archive.payload(reference)
+    payload = archive.locate(reference)
     raw = (tmp_path / "data").read_bytes()[payload.offset :][: payload.numel * dtype.itemsize]
     assert torch.equal(torch.frombuffer(bytearray(raw), dtype=dtype).reshape(payload.shape), tensor)
     archive.verify_checksums()
@@ -154,12 +154,12 @@ def test_a_tensor_is_found_where_it_lies(dtype: torch.dtype, before: bytes, tmp_
 def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path: Path) -> None:
     archive = archive_of(torch.arange(12).reshape(3, 4).t(), tmp_path)
     with pytest.raises(UnreadableCheckpointError, match="does not fit"):
-        archive.payload(archive.load())
+        archive.locate(archive.load())
 
 
 def test_a_flipped_byte_is_seen_by_the_checksums(tmp_path: Path) -> None:
     archive = archive_of(torch.arange(1000), tmp_path)
-    offset = archive.payload(archive.load()).offset
+    offset = archive.locate(archive.load()).offset
     data = bytearray((tmp_path / "data").read_bytes())
     data[offset + 4001] ^= 1
     (tmp_path / "data").write_bytes(data)
