@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.lazy_torch import numpy, torch
 from mcore_ckpt_ext.planning.array_location import Extent, RawArray, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.plan import Copy, Plan
-from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
+from mcore_ckpt_ext.storage.crc32 import Piece, combine_crc32, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import ByteRange, TorchArchive
@@ -67,11 +67,11 @@ class _PendingRecord:
         done = 0
         for start, (length, piece) in [*sorted(self.pieces.items()), (self.size, (0, 0))]:
             if start > done and read is not None:
-                crc = appended(crc, read(self.begin + done, start - done), start - done)
+                crc = combine_crc32(crc, read(self.begin + done, start - done), start - done)
                 done = start
             if start != done:
                 return False
-            crc = appended(crc, piece, length)
+            crc = combine_crc32(crc, piece, length)
             done = start + length
         return crc == self.expected
 
@@ -232,7 +232,7 @@ class Checksums:
         self._add_verified(record.whole, record.part)
 
 
-class Confirmed(Checksums):
+class LenientChecksums(Checksums):
     """Verifies checksums of data that is read for another purpose, without raising errors.
 
     Records that are not in `verified` may be damaged, or were read in pieces that are too small; the caller must check

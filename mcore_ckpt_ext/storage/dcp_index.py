@@ -130,7 +130,7 @@ class FolderIndex:
     @cached_property
     def digest(self) -> str | None:
         """The digest of the index; None if it cannot be read."""
-        return digest_of_index(self.folder) if self.shared is None else self.shared.digest
+        return read_index_digest(self.folder) if self.shared is None else self.shared.digest
 
     def unshared(self) -> FolderIndex:
         """Return this index for this rank alone: what is parsed stays, the bytes for other ranks go."""
@@ -168,7 +168,7 @@ def index_digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
 
 
-def digest_of_index(folder: Path) -> str | None:
+def read_index_digest(folder: Path) -> str | None:
     """Return the digest of the index of an iteration folder; None if it cannot be read."""
     with suppress(OSError):
         return index_digest(read_file(folder, METADATA_FILE, INDEX_BYTES))

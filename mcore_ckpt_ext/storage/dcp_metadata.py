@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of, whole_number
+from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, checked_numel, whole_number
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
 
 # torch's `_StorageInfo` by key and offsets of a chunk; None in place of the offsets for an object.
@@ -108,7 +108,7 @@ def _axes(numbers: Any) -> tuple[int, ...]:
 def _shape(numbers: Any) -> tuple[int, ...]:
     """Return a shape after checking that an array can have it."""
     shape = _axes(numbers)
-    elements_of(shape)
+    checked_numel(shape)
     return shape
 
 

@@ -144,7 +144,9 @@ def _is_shape(shape: object) -> bool:
     return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
 
 
-def differing(recorded: Iterable[TensorDigest], found: Iterable[TensorDigest]) -> list[tuple[TensorDigest, str]]:
+def differing_tensors(
+    recorded: Iterable[TensorDigest], found: Iterable[TensorDigest]
+) -> list[tuple[TensorDigest, str]]:
     """Return the tensors that differ between a manifest and a checkpoint, each with its difference."""
     have = {(tensor.kind, tensor.name): tensor for tensor in found}
     differences: list[tuple[TensorDigest, str]] = []

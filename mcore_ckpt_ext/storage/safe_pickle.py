@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, format_value, shorten
-from mcore_ckpt_ext.storage.budget import Budget, elements_of
+from mcore_ckpt_ext.storage.budget import Budget, checked_numel
 from mcore_ckpt_ext.storage.checked_unpickler import CheckedUnpickler, NameCost
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_stubs import (
@@ -83,7 +83,7 @@ def _safe_getattr(owner: object, name: str) -> object:
     )
 
 
-def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
+def encode_latin1(text: object, codec: object = "utf-8") -> bytes:
     """Replace `_codecs.encode`, with which protocol 2 writes bytes.
 
     Raises:
@@ -111,7 +111,7 @@ _REAL: dict[tuple[str, str], object] = {
     ("collections", "defaultdict"): collections.defaultdict,
     ("collections", "deque"): collections.deque,
     ("_io", "BytesIO"): io.BytesIO,
-    ("_codecs", "encode"): Function(bytes_of_text),
+    ("_codecs", "encode"): Function(encode_latin1),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Function(_layout_name),
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
@@ -184,7 +184,7 @@ class SafeUnpickler(CheckedUnpickler):
             raise UnsafePickleError(
                 "a pickle refers to something that is not a storage", found=format_value(tag), where=self._where
             )
-        return StorageReference(storage_type.dtype, str(key), elements_of((numel,)))
+        return StorageReference(storage_type.dtype, str(key), checked_numel((numel,)))
 
 
 class _NotPlainError(Exception):

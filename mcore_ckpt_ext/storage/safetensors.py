@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.write_plan import OutputFile
-from mcore_ckpt_ext.storage.budget import elements_of, whole_number
+from mcore_ckpt_ext.storage.budget import checked_numel, whole_number
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parse_json
 
@@ -116,7 +116,7 @@ def list_arrays(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
             if key == METADATA:
                 continue
             shape = tuple(entry["shape"])
-            numel = elements_of(shape)
+            numel = checked_numel(shape)
             low, high = (begin + whole_number(place, "data_offsets") for place in entry["data_offsets"])
             if entry["dtype"] in _NOT_READ:
                 raise UnsupportedCheckpointError(

@@ -5,6 +5,7 @@ stream with a torch archive in 1.x. `_encode_extra_state` (megatron/core/extensi
 to 0.19.2) pickles the same for each expert. A state contains scales, amax histories, and the recipe, an object of one
 of a few classes that are written by name. In a plain pickle a tensor is a call with the bytes of its storage in torch's
 oldest format (`torch.storage._load_from_bytes`).
+
 The original bytes are never copied, because loading them runs the functions that they name.
 """
 
@@ -104,7 +105,7 @@ def write_state(content: Mapping[str, Any], stream: bool) -> Any:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def same(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
     """Return whether two recipes or settings are equal."""
     return bool(_comparable(one) == _comparable(other))
 
@@ -311,10 +312,9 @@ class _Pickler(TreePickler):
         self.write(pickle.REDUCE)
         self.memoize(leaf)
 
-    def _checked(self, module: str, name: str) -> Name:
+    def _check_writable(self, module: str, name: str) -> None:
         if (module, name) not in {*_SETTINGS, _HELPER, _FORMAT, _LOADED}:
             raise TypeError(f"{module}.{name}")
-        return module, name
 
     def _check_placeholder(self, obj: Placeholder) -> None:
         _check(obj)

@@ -76,7 +76,8 @@ def plain_directory(tail: bytes, length: int) -> Directory | None:
 def readable_records(archive: ZipFile) -> list[ZipInfo]:
     """Return the records of torch's archive so that all can be read.
 
-    If it has no checksums (see `TorchArchive.has_checksums`), the standard library would refuse every record.
+    If it has no checksums (see `TorchArchive.has_checksums`), the standard library would refuse every record, unless
+    it finds no `CRC` at all (`ZipExtFile.__init__`).
     """
     records = archive.infolist()
     if not any(record.CRC for record in records):

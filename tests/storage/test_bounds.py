@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, format_value
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, elements_of
+from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, checked_numel
 from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.dcp_metadata import index_of
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -232,11 +232,11 @@ def test_a_budget_grows_with_the_bytes_read() -> None:
 
 
 def test_elements_are_counted_of_shapes_that_can_be() -> None:
-    assert elements_of((3, 4, 0)) == 0
-    assert elements_of(()) == 1
+    assert checked_numel((3, 4, 0)) == 0
+    assert checked_numel(()) == 1
     for shape in ((MOST_ELEMENTS,), (True,), (1 << 55, 1 << 55), (1,) * 65):
         with pytest.raises(ValueError, match="an array"):
-            elements_of(shape)
+            checked_numel(shape)
 
 
 @pytest.mark.parametrize(
