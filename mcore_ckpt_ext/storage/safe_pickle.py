@@ -12,10 +12,10 @@ import io
 import pickle
 import types
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, format_value, shorten
+from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, UnsupportedCheckpointError, format_value, shorten
 from mcore_ckpt_ext.storage.budget import Budget, checked_numel
 from mcore_ckpt_ext.storage.checked_unpickler import CheckedUnpickler, NameCost
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named
@@ -63,6 +63,16 @@ def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: 
         parameter: TensorReference = _parameter(*arguments)
         return parameter
     raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=format_value(build))
+
+
+def _refuse_untyped(where: str, *arguments: object) -> None:
+    """Refuse a tensor of a dtype without a storage class, such as uint16 (`_rebuild_tensor_v3`)."""
+    raise UnsupportedCheckpointError(
+        "a tensor has a dtype that is not supported",
+        found=format_value(arguments[6]),
+        expected=", ".join(STORAGE_NAMES),
+        where=where,
+    )
 
 
 _FLOAT8 = "transformer_engine.pytorch.tensor.float8_tensor"
@@ -115,6 +125,7 @@ _REAL: dict[tuple[str, str], object] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Function(_layout_name),
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
+    ("torch.storage", "UntypedStorage"): StorageType(dtype_named("uint8")),
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): Function(_with_attributes),
@@ -154,6 +165,8 @@ def _resolve(module: str, name: str, where: str) -> Any:
     real = _REAL.get((module, name))
     if real is not None:
         return real
+    if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+        return Function(partial(_refuse_untyped, where))
     if module == "torch" and name in DTYPE_NAMES:
         return dtype_named(name)
     if module.startswith(_METADATA_MODULES):
@@ -182,7 +195,9 @@ class SafeUnpickler(CheckedUnpickler):
             raise UnsafePickleError("a pickle refers to a storage in an unknown way", where=self._where) from error
         if tag != "storage" or not isinstance(storage_type, StorageType) or type(key) not in (str, int):
             raise UnsafePickleError(
-                "a pickle refers to something that is not a storage", found=format_value(tag), where=self._where
+                "a pickle refers to something that is not a storage",
+                found=format_value((tag, storage_type)),
+                where=self._where,
             )
         return StorageReference(storage_type.dtype, str(key), checked_numel((numel,)))
 

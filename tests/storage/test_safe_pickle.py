@@ -151,6 +151,13 @@ def test_a_tensor_is_found_where_it_lies(dtype: torch.dtype, before: bytes, tmp_
     archive.verify_checksums()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_an_intact_tensor_of_another_dtype_is_no_attack(dtype: torch.dtype, tmp_path: Path) -> None:
+    archive = archive_of(torch.zeros(4, dtype=dtype), tmp_path)
+    with pytest.raises(UnsupportedCheckpointError, match=f"(?s)dtype that is not supported.*{dtype}"):
+        archive.load()
+
+
 def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path: Path) -> None:
     archive = archive_of(torch.arange(12).reshape(3, 4).t(), tmp_path)
     with pytest.raises(UnreadableCheckpointError, match="does not fit"):
