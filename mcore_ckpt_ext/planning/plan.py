@@ -33,6 +33,7 @@ ITEM_SIZE: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
+"""Bytes of an element, by dtype: those of all arrays that are read and written; others are refused."""
 
 
 class StoredSlice(NamedTuple):

@@ -57,7 +57,7 @@ def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
         writer: name of the writing program, stored in a record of the archive.
 
     Raises:
-        TypeError: an object in the tree cannot be pickled by name.
+        UnsupportedCheckpointError: an object in the tree may not be written.
     """
     pickle, leaves = dumps(tree)
     records: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
@@ -78,17 +78,19 @@ def archive_of(tree: Any) -> bytes:
 
 def plan_tensor(declared: DeclaredTensor) -> ArchivePlan:
     """Plan the archive of a single tensor; for equal dtype and shape, plans differ only in the tag."""
-    alike = _template(declared.dtype, declared.shape)
-    (tensor,) = alike.tensors
-    return replace(alike, tensors=(replace(tensor, tag=declared.tag),))
+    plan = _tensor_plan(declared.dtype, declared.shape)
+    (tensor,) = plan.tensors
+    return replace(plan, tensors=(replace(tensor, tag=declared.tag),))
 
 
 @lru_cache(maxsize=4096)
-def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlan:
+def _tensor_plan(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlan:
     return plan_archive(DeclaredTensor(dtype, shape, None))
 
 
 class _Zip:
+    """Lays out the records of an archive one after the other, and then the zip directory."""
+
     def __init__(self) -> None:
         self._position = 0
         self._literals: list[tuple[int, bytes]] = []

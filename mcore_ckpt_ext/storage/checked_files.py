@@ -78,14 +78,14 @@ def _check_size(size: int, limit: int, path: object) -> None:
         raise RefusedFileError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
 
 
-def read_start(folder: Path, name: str, most: int) -> bytes:
-    """Return the first `most` bytes of a file of a folder, or all bytes if it has fewer.
+def read_start(folder: Path, name: str, limit: int) -> bytes:
+    """Return the first `limit` bytes of a file of a folder, or all bytes if it has fewer.
 
     Raises:
         OSError: as in `open_file`.
     """
     with open_stream(folder, name) as stream, translate_os_errors(folder / name):
-        return stream.read(most)
+        return stream.read(limit)
 
 
 def open_stream(folder: Path, name: str) -> BinaryIO:

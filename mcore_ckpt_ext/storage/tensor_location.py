@@ -1,4 +1,4 @@
-"""The location of a tensor's elements in a file."""
+"""The location of a tensor's elements in a file, and the template that finds it in like archives."""
 
 from __future__ import annotations
 

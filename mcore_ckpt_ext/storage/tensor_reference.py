@@ -123,10 +123,10 @@ class Float8Reference(Stateless):
         self.data = data
         self.scale = scale
         self.dtype = dtype
-        self.fp8_dtype = _FLOAT8[_number(fp8_dtype)]
+        self.fp8_dtype = _FLOAT8[_enum_value(fp8_dtype)]
 
 
-def _number(dtype: object) -> object:
+def _enum_value(dtype: object) -> object:
     """Return the number or the name of a member of Transformer Engine's dtype enum.
 
     In 2.20 it is an `IntEnum`, pickled as a call with its number; before, an enum of pybind11, pickled with its number
