@@ -126,7 +126,7 @@ class RemoteOutput:
                 filler.note_written(record)
             filler.finish(self._workers)
 
-        run_on_first(team, lambda: self._upload.open(force=force, resume=resume))
+        run_on_first(team, lambda: self._upload.open(resume=resume))
         run_on_all(team, self._upload.join)
         run_on_all(team, share)
         run_on_first(team, unchanged)

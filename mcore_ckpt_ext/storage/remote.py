@@ -123,7 +123,7 @@ class Upload:
         self._finished: dict[str, list[int]] = {}
         self._guard = threading.Lock()
 
-    def open(self, *, force: bool, resume: bool) -> None:
+    def open(self, *, resume: bool) -> None:
         """Check the destination, and write the claim.
 
         Raises:
