@@ -60,6 +60,12 @@ class Dtype(Stateless):
         dtype: torch.dtype = getattr(torch, self.name)
         return dtype
 
+    def tensor_of(self, data: bytes) -> torch.Tensor:
+        """Return the elements in bytes as a 1-D tensor with memory of its own."""
+        if not data:  # torch.frombuffer refuses an empty buffer
+            return torch.empty(0, dtype=self.torch)
+        return torch.frombuffer(bytearray(data), dtype=self.torch)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the name, so that each process has one object for each dtype."""
         return dtype_named, (self.name,)

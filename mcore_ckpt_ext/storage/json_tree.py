@@ -125,9 +125,7 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _untensor(content: Any) -> torch.Tensor:
-    dtype = _dtype(content["dtype"]).torch
-    data = bytearray(base64.b64decode(content["data"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = _dtype(content["dtype"]).tensor_of(base64.b64decode(content["data"]))
     shape = tuple(content["shape"])
     if checked_numel(shape) != flat.numel():
         raise ValueError(f"a tensor of shape {shape} with {flat.numel()} elements")

@@ -65,21 +65,19 @@ class Declared:
         return prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
-def lay_out_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int]]:
-    """Plan a file, and return it with the first byte of each array."""
-    return _lay_out(name, arrays, {})
-
-
 def lay_out_checked_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int], list[int]]:
     """Plan a file with checksums; return it, and the first byte of each array and of its CRC-32 text."""
-    file, starts = _lay_out(name, arrays, {_CHECKSUMS: "0" * _DIGITS * len(arrays)})
+    file, starts = lay_out_file(name, arrays, {_CHECKSUMS: "0" * _DIGITS * len(arrays)})
     first = file.literals[0][1].index(f'"{_CHECKSUMS}": "'.encode()) + len(f'"{_CHECKSUMS}": "')
     order = {key: number for number, key in enumerate(sorted(array.key for array in arrays))}
     return file, starts, [first + _DIGITS * order[array.key] for array in arrays]
 
 
-def _lay_out(name: str, arrays: Sequence[Declared], about: Mapping[str, str]) -> tuple[OutputFile, list[int]]:
-    header: dict[str, Any] = {METADATA: {"format": "pt", "writer": WRITER, **about}}
+def lay_out_file(
+    name: str, arrays: Sequence[Declared], about: Mapping[str, str] | None = None
+) -> tuple[OutputFile, list[int]]:
+    """Plan a file, and return it with the first byte of each array; `about` goes into its `__metadata__`."""
+    header: dict[str, Any] = {METADATA: {"format": "pt", "writer": WRITER, **(about or {})}}
     starts = []
     at = 0
     for array in arrays:

@@ -257,11 +257,8 @@ def _load_from_bytes(data: object) -> torch.Tensor:
     """Return the storage or tensor in the bytes of a file that is embedded in a pickle."""
     if type(data) is not bytes:
         raise TypeError("a storage of something else than bytes")
-    tensor = (
-        _NestedUnpickler.load_whole(pickle_in(data), _Records(data))
-        if data.startswith(b"PK")
-        else _read_oldest_format(data)
-    )
+    is_archive = data.startswith(b"PK")
+    tensor = _NestedUnpickler.load_whole(pickle_in(data), _Records(data)) if is_archive else _read_oldest_format(data)
     if type(tensor) is not torch.Tensor:
         raise TypeError("bytes of something else than a tensor")
     return tensor
@@ -289,7 +286,7 @@ def _read_oldest_format(data: bytes) -> torch.Tensor:
 def _storage_of(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
     if type(numel) is not int or len(data) != numel * kind.dtype.itemsize:
         raise ValueError("a storage of another length")
-    return torch.frombuffer(bytearray(data), dtype=kind.dtype.torch) if data else torch.empty(0, dtype=kind.dtype.torch)
+    return kind.dtype.tensor_of(data)
 
 
 @Function

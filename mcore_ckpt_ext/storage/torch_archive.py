@@ -239,10 +239,9 @@ class TorchArchive:
     def _values(self, location: TensorLocation, budget: Budget) -> torch.Tensor:
         nbytes = location.numel * location.dtype.itemsize
         budget.spend(_STEPS_TO_KEEP * nbytes, "copies of its tensors")
-        data = self._reader.read(location.file, location.offset, nbytes)
-        if not data:  # torch.frombuffer refuses an empty buffer
-            return torch.empty(0, dtype=location.dtype.torch).reshape(location.shape)
-        return torch.frombuffer(bytearray(data), dtype=location.dtype.torch).reshape(location.shape)
+        return location.dtype.tensor_of(self._reader.read(location.file, location.offset, nbytes)).reshape(
+            location.shape
+        )
 
     def writer(self) -> str | None:
         """Return the writing program that the archive names (`plan_archive`); None if it names none."""
@@ -311,13 +310,10 @@ def _unambiguous(records: list[Record]) -> dict[str, Record]:
             top folder of the first record, and ignores case (miniz, `mz_zip_reader_locate_file_v2`).
     """
     by_name = {name_in_archive(record.filename): record for record in records}
-    if len({name.casefold() for name in by_name}) != len(records) or len({_top(record) for record in records}) > 1:
+    tops = {record.filename.partition("/")[0] for record in records}
+    if len({name.casefold() for name in by_name}) != len(records) or len(tops) > 1:
         raise ValueError("it has more than one record of a name, or more than one top folder")
     return by_name
-
-
-def _top(record: Record) -> str:
-    return record.filename.partition("/")[0]
 
 
 def name_in_archive(record: str) -> str:
