@@ -23,16 +23,7 @@ from mcore_ckpt_ext.storage.safe_pickle import encode_latin1
 _INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 _DTYPES = {name for name in DTYPE_NAMES if name.startswith(("float", "bfloat", "complex")) or name in _INTEGERS}
 _TYPES: Mapping[str, type] = {
-    "object": object,
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "list": list,
-    "dict": dict,
-    "tuple": tuple,
-    "set": set,
-    "bytes": bytes,
+    kind.__name__: kind for kind in (object, int, float, str, bool, list, dict, tuple, set, bytes)
 }
 
 

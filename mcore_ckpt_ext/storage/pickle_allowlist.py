@@ -29,20 +29,7 @@ Name = tuple[str, str]
 CLASSES: dict[object, Name] = {
     **{
         kind: ("__builtin__", kind.__name__)
-        for kind in (
-            object,
-            float,
-            complex,
-            bool,
-            list,
-            dict,
-            tuple,
-            set,
-            frozenset,
-            bytes,
-            bytearray,
-            slice,
-        )
+        for kind in (object, float, complex, bool, list, dict, tuple, set, frozenset, bytes, bytearray, slice)
     },
     int: ("__builtin__", "long"),
     str: ("__builtin__", "unicode"),

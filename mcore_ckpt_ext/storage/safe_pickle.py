@@ -114,6 +114,9 @@ def _layout_name(name: object) -> str:
 _PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 _METADATA_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard")
 
+_BUILTIN_MODULES = ("builtins", "__builtin__")
+_NUMBERS = (bool, int, float, complex)
+_BUILTIN_CLASSES = (*_NUMBERS, str, bytes, bytearray, list, tuple, dict, set, frozenset, slice, object)
 _REAL: dict[tuple[str, str], object] = {
     ("argparse", "Namespace"): _Namespace,
     ("types", "SimpleNamespace"): types.SimpleNamespace,
@@ -130,27 +133,8 @@ _REAL: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): Function(_with_attributes),
     (_FLOAT8, "_make_float8_tensor_in_reduce_ex"): Float8Reference,
-    **{
-        (module, name): value
-        for module in ("builtins", "__builtin__")
-        for name, value in {
-            "set": set,
-            "frozenset": frozenset,
-            "list": list,
-            "dict": dict,
-            "tuple": tuple,
-            "int": int,
-            "float": float,
-            "complex": complex,
-            "bool": bool,
-            "bytes": bytes,
-            "bytearray": bytearray,
-            "str": str,
-            "slice": slice,
-            "object": object,
-            "getattr": _safe_getattr,
-        }.items()
-    },
+    **{(module, "getattr"): _safe_getattr for module in _BUILTIN_MODULES},
+    **{(module, kind.__name__): kind for module in _BUILTIN_MODULES for kind in _BUILTIN_CLASSES},
     ("__builtin__", "long"): int,  # names of Python 2, which protocol 2 uses
     ("__builtin__", "unicode"): str,
     **{("torch", name): StorageType(dtype_named(dtype)) for dtype, name in STORAGE_NAMES.items()},
