@@ -60,12 +60,6 @@ class Dtype(Stateless):
         dtype: torch.dtype = getattr(torch, self.name)
         return dtype
 
-    def tensor_of(self, data: bytes) -> torch.Tensor:
-        """Return the elements in bytes as a 1-D tensor with memory of its own."""
-        if not data:  # torch.frombuffer refuses an empty buffer
-            return torch.empty(0, dtype=self.torch)
-        return torch.frombuffer(bytearray(data), dtype=self.torch)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the name, so that each process has one object for each dtype."""
         return dtype_named, (self.name,)
@@ -91,6 +85,12 @@ def dtype_named(name: str) -> Dtype:
 def name_of(dtype: torch.dtype | Dtype) -> str:
     """Return the name of a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def tensor_of(data: bytes, dtype: Dtype) -> torch.Tensor:
+    """Return the elements in bytes as a 1-D tensor with memory of its own."""
+    # torch.frombuffer refuses an empty buffer.
+    return torch.frombuffer(bytearray(data), dtype=dtype.torch) if data else torch.empty(0, dtype=dtype.torch)
 
 
 def with_torch_dtypes(tree: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, shorten
 from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
 from mcore_ckpt_ext.storage.budget import check_keys, checked_numel
-from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of
+from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of, tensor_of
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, stub_class
 from mcore_ckpt_ext.storage.safe_pickle import encode_latin1
 
@@ -116,7 +116,7 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _untensor(content: Any) -> torch.Tensor:
-    flat = _dtype(content["dtype"]).tensor_of(base64.b64decode(content["data"]))
+    flat = tensor_of(base64.b64decode(content["data"]), _dtype(content["dtype"]))
     shape = tuple(content["shape"])
     if checked_numel(shape) != flat.numel():
         raise ValueError(f"a tensor of shape {shape} with {flat.numel()} elements")

@@ -22,6 +22,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.storage.archive_writer import archive_of
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.dtypes import tensor_of
 from mcore_ckpt_ext.storage.pickle_allowlist import Name, pickle_in
 from mcore_ckpt_ext.storage.pickle_stubs import Function, Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.pickling import TreePickler
@@ -286,7 +287,7 @@ def _read_oldest_format(data: bytes) -> torch.Tensor:
 def _storage_of(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
     if type(numel) is not int or len(data) != numel * kind.dtype.itemsize:
         raise ValueError("a storage of another length")
-    return kind.dtype.tensor_of(data)
+    return tensor_of(data, kind.dtype)
 
 
 @Function

@@ -21,6 +21,7 @@ from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, Unsup
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.crc32 import crc32
+from mcore_ckpt_ext.storage.dtypes import tensor_of
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
@@ -239,9 +240,8 @@ class TorchArchive:
     def _values(self, location: TensorLocation, budget: Budget) -> torch.Tensor:
         nbytes = location.numel * location.dtype.itemsize
         budget.spend(_STEPS_TO_KEEP * nbytes, "copies of its tensors")
-        return location.dtype.tensor_of(self._reader.read(location.file, location.offset, nbytes)).reshape(
-            location.shape
-        )
+        data = self._reader.read(location.file, location.offset, nbytes)
+        return tensor_of(data, location.dtype).reshape(location.shape)
 
     def writer(self) -> str | None:
         """Return the writing program that the archive names (`plan_archive`); None if it names none."""
