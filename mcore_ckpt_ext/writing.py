@@ -15,7 +15,7 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
 from mcore_ckpt_ext.storage.atomic_files import cannot_write
-from mcore_ckpt_ext.storage.crc32 import Piece, checksum, crc32
+from mcore_ckpt_ext.storage.crc32 import Piece, crc32, crc32_from_pieces
 from mcore_ckpt_ext.storage.direct import ALIGNMENT, BlockFile, write_all
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.huge_pages import huge_memory
@@ -73,7 +73,7 @@ class _Unfinished:
         with self._lock:
             self._written.append((start, stop, crc))
             self._left -= 1
-            return None if self._left else checksum(memoryview(b""), self._written)
+            return None if self._left else crc32_from_pieces(memoryview(b""), self._written)
 
 
 class RecordWriter:
@@ -179,7 +179,7 @@ class RecordWriter:
                 elements = self._room(record, block)
                 pieces = self._fill(record, block, elements)
                 data = memoryview(elements.view(torch.uint8).numpy())
-                crc = checksum(data, pieces or (), crc)
+                crc = crc32_from_pieces(data, pieces or (), crc)
                 position = record.offset + block.start * size
                 file.write_block(data, position, elements.data_ptr())
                 moved(len(data))

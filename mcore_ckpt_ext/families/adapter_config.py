@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families.adapters import MAGNITUDES, PREFIX, Shapes
 from mcore_ckpt_ext.job.arguments.kinds import is_whole
-from mcore_ckpt_ext.storage.patterns import is_pattern, matched
+from mcore_ckpt_ext.storage.patterns import is_pattern, match_pattern
 
 _RANK = 8  # peft's default for `r`
 _INTO = ".lora_A.weight"
@@ -55,7 +55,7 @@ def contradictions(config: Mapping[str, Any], shapes: Shapes, linears: Collectio
 
 def _rank_of(config: Mapping[str, Any], module: str) -> int:
     patterns: Mapping[str, int] = config.get("rank_pattern") or {}
-    ranks = (rank for pattern, rank in patterns.items() if matched(rf"(.*\.)?({pattern})$", module) is not None)
+    ranks = (rank for pattern, rank in patterns.items() if match_pattern(rf"(.*\.)?({pattern})$", module) is not None)
     default: int = config.get("r", _RANK)
     return next(ranks, default)
 
@@ -72,7 +72,7 @@ def _is_targeted(config: Mapping[str, Any], module: str) -> bool:
 def _is_named(names: str | list[str], module: str) -> bool:
     """Return whether a pattern matches a module, or its name ends with one of the names."""
     if isinstance(names, str):
-        return matched(names, module, whole=True) is not None
+        return match_pattern(names, module, whole=True) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
@@ -83,7 +83,7 @@ def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
         return True
     several_patterns = [patterns] if isinstance(patterns, str) else patterns
     begins = [rf"(?:^|.*?\.){pattern}" for pattern in several_patterns] or [r".*?\.[^.]*"]
-    tried = (matched(rf"{begin}\.(?P<index>\d+)\.", module) for begin in begins)
+    tried = (match_pattern(rf"{begin}\.(?P<index>\d+)\.", module) for begin in begins)
     first_match = next((groups for groups in tried if groups is not None), None)
     return first_match is not None and int(first_match["index"]) in ([layers] if isinstance(layers, int) else layers)
 

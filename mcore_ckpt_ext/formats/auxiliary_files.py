@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, shorten
 from mcore_ckpt_ext.families.config_keys import TOKENS
 from mcore_ckpt_ext.families.text_parts import text_section
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _why_unreadable(folder: Path, name: str) -> str | None:
 def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Parse a JSON object among small files; return an empty one if it is missing or invalid."""
     try:
-        content = parsed(files.get(name, b"{}"))
+        content = parse_json(files.get(name, b"{}"))
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

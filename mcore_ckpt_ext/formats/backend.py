@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 
 CONFIG_FILE = "metadata.json"
 
@@ -22,7 +22,7 @@ def sharded_backend(folder: Path) -> str:
     """
     path = folder / CONFIG_FILE
     try:
-        return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
+        return str(parse_json(read_file(folder, CONFIG_FILE))["sharded_backend"])
     except PermissionError as error:
         raise unreadable_file("no permission to read the checkpoint", error, path) from error
     except OSError as error:

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import LayerSpec
-from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint_error
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, FolderIndex
 from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.paths import as_path
@@ -124,7 +124,7 @@ def _unknown(folder: Path) -> CheckpointError:
         UnreadableCheckpointError: Megatron did not finish the checkpoint.
     """
     if not any(path.suffix == RECORDS_SUFFIX or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
-        return no_checkpoint(folder)
+        return no_checkpoint_error(folder)
     return UnsupportedCheckpointError(
         "this version cannot read the checkpoint's format",
         found=sharded_backend(folder),

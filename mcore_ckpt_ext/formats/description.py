@@ -21,9 +21,9 @@ from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-from mcore_ckpt_ext.storage.yaml_text import MOST_BYTES, parsed_yaml
+from mcore_ckpt_ext.storage.yaml_text import MOST_BYTES, parse_yaml
 from mcore_ckpt_ext.versions import parse_version
 
 ARGUMENTS = "args"
@@ -180,7 +180,7 @@ def _partial(raw_arguments: Mapping[str, Any], folder: Path, problems: Sequence[
 
 
 def _bridge_description(folder: Path) -> Description | None:
-    return _read(folder, bridge.RUN_CONFIG, lambda text, where: bridge.job_arguments(parsed_yaml(text, where), where))
+    return _read(folder, bridge.RUN_CONFIG, lambda text, where: bridge.job_arguments(parse_yaml(text, where), where))
 
 
 def folders_of_verl(folder: Path) -> tuple[Path, ...]:
@@ -192,7 +192,9 @@ def folders_of_verl(folder: Path) -> tuple[Path, ...]:
 
 def _verl_description(folder: Path) -> Description | None:
     for step in folders_of_verl(folder):
-        description = _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
+        description = _read(
+            step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parse_json(text), where)
+        )
         if description is not None:
             return description
     return None
@@ -202,8 +204,8 @@ def _nemo_description(folder: Path) -> Description | None:
     if folder.name != nemo.WEIGHTS:
         return None
     context = folder.parent / nemo.CONTEXT
-    job = _read(context, nemo.EVERYTHING_FILE, lambda text, where: nemo.experiment_arguments(parsed(text), where))
-    model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.native_arguments(parsed_yaml(text, where), where))
+    job = _read(context, nemo.EVERYTHING_FILE, lambda text, where: nemo.experiment_arguments(parse_json(text), where))
+    model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.native_arguments(parse_yaml(text, where), where))
     if job is None or model is None:
         return model or job
     raw_arguments = {**model.arguments.raw, **job.arguments.raw}
@@ -217,7 +219,7 @@ def run_config_of(folder: Path) -> dict[str, Any] | None:
     """Return the content of Megatron-Bridge's `run_config.yaml`; None if it is missing or invalid."""
     try:
         where = str(folder / bridge.RUN_CONFIG)
-        content = parsed_yaml(read_file(folder, bridge.RUN_CONFIG, MOST_BYTES).decode(), where)
+        content = parse_yaml(read_file(folder, bridge.RUN_CONFIG, MOST_BYTES).decode(), where)
         bridge.job_arguments(content, where)
     except (OSError, ValueError, ContentError):
         return None

@@ -24,7 +24,7 @@ from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.storage.archive_writer import archive_of
 from mcore_ckpt_ext.storage.pickle_allowlist import has_unsafe_pickle
-from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, read_state, same, write_state
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, are_equal, read_state, write_state
 
 _GROUPED = re.compile(rf"^(.*\.experts|experts)\.(linear_fc[12]\.{EXTRA_STATE})$")
 _SIDE_BY_SIDE = re.compile(r"^(scale|scale_inv|amax_history)_(fwd|bwd)$")
@@ -104,7 +104,7 @@ def joined_state(states: Sequence[Any]) -> Any:
         if any(part.shape != values.shape or part.dtype != values.dtype for part in parts):
             raise UnknownStateError(f"experts whose {name} are of different shapes")
         whole[name] = torch.stack(parts, -1).flatten(-2)
-    if any(not same(first.get("recipe"), content.get("recipe")) for content in contents):
+    if any(not are_equal(first.get("recipe"), content.get("recipe")) for content in contents):
         raise UnknownStateError("experts of different fp8 recipes")
     return write_state(whole, isinstance(states[0], io.BytesIO))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_ckpt_ext.layout.additive_checksum import read, written
 from mcore_ckpt_ext.storage.budget import Budget, check_keys, whole_number
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 
 FILE_NAME = "mcore_ckpt_ext.json"
 VERSION = 1
@@ -144,7 +144,7 @@ class Sidecar:
         """
         try:
             budget = Budget(len(text), FILE_NAME)
-            data: dict[str, Any] = parsed(text)
+            data: dict[str, Any] = parse_json(text)
             if data["version"] != VERSION:
                 raise ValueError(f"sidecar version {data['version']}, known is {VERSION}")
             groups = tuple(_group(group) for group in data["groups"])

@@ -154,7 +154,7 @@ def _workers_in(path: Path) -> int:
     with FolderReader(path.parent) as reader:
         archive = TorchArchive(reader, path.name)
         content = archive.load()
-        start, size, _ = archive.place_of("data.pkl")
+        start, size, _ = archive.find_record("data.pkl")
         foreign = sorted(_names_in(reader.read(path.name, start, size)) - set(_NAMES))
     if foreign or _SCRIPT in map(str.casefold, archive.names):
         raise UnreadableCheckpointError(f"{path} contains {'.'.join((foreign or [(_SCRIPT,)])[0])}, not only Energon's")

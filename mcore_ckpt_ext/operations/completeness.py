@@ -30,7 +30,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
     inner_folder,
     iteration_folders,
     iteration_number,
-    no_checkpoint,
+    no_checkpoint_error,
     read_tracker,
 )
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, FolderIndex, check_plans
@@ -78,7 +78,7 @@ def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedChec
     if folder_format is not None:
         return LocatedCheckpoint(path, (), stored)
     if not iterations:
-        raise no_checkpoint(path)
+        raise no_checkpoint_error(path)
     message = "missing, although there are iterations: no save has finished, since Megatron writes it last"
     return LocatedCheckpoint(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), message),))
 

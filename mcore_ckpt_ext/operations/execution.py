@@ -70,7 +70,7 @@ class LocalOutput:
         Records that an interrupted run finished are only checked.
         """
         writer = RecordWriter(self._publication.content, filler.fill, self._workers, self._block_bytes)
-        done = self._publication.done()
+        done = self._publication.finished_records()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
 
         def is_there(numbered: tuple[int, Record]) -> bool:
@@ -80,7 +80,7 @@ class LocalOutput:
         with ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext") as pool:
             left = [numbered for numbered, there in zip(mine, pool.map(is_there, mine), strict=True) if not there]
         counter = _counter(mine, left, progress)
-        writer.write(left, self._publication.note, counter.add)
+        writer.write(left, self._publication.record_finished, counter.add)
         for record in {number: record for number, record in mine if number in done}.values():
             filler.note_written(record)
         filler.finish(self._workers)
@@ -116,7 +116,7 @@ class RemoteOutput:
         ordinary = [file for file in output.files if not file.last]
 
         def share() -> None:
-            done = self._upload.done()
+            done = self._upload.finished_files()
             mine = ordinary[team.rank :: team.size]
             left = [file for file in mine if done.get(file.name) != file.length]
             counter = _counter(_records(mine, records), _records(left, records), progress)
@@ -126,7 +126,7 @@ class RemoteOutput:
                 filler.note_written(record)
             filler.finish(self._workers)
 
-        run_on_first(team, lambda: self._upload.open(force=force, resume=resume))
+        run_on_first(team, lambda: self._upload.open(resume=resume))
         run_on_all(team, self._upload.join)
         run_on_all(team, share)
         run_on_first(team, unchanged)

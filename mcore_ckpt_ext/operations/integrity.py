@@ -25,10 +25,10 @@ from mcore_ckpt_ext.operations.findings import (
 )
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
-from mcore_ckpt_ext.storage.checked_files import open_stream, read_file, reading
-from mcore_ckpt_ext.storage.checksums import Confirmed, verify_array
+from mcore_ckpt_ext.storage.checked_files import open_stream, read_file, translate_os_errors
+from mcore_ckpt_ext.storage.checksums import LenientChecksums, verify_array
 from mcore_ckpt_ext.storage.file_digests import compare_digests
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _MANIFEST_FILE = "integrity.json"
@@ -83,7 +83,7 @@ class StoredChecksums:
         """Estimate of the number of bytes to read."""
         return self._guarded + self._manifest_bytes
 
-    def check(self, confirmed: Confirmed, workers: Workers, advance: Advance, results: Results) -> None:
+    def check(self, confirmed: LenientChecksums, workers: Workers, advance: Advance, results: Results) -> None:
         """Compare all checksums except those in `confirmed`, which are known to be right."""
         run_on_all(workers.team, lambda: read_rest(confirmed, workers.count))
         for verified, verified_records in workers.team.gather((confirmed.verified, confirmed.verified_records)):
@@ -127,7 +127,11 @@ def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
 
 
 def check_archives(
-    checkpoint: CheckpointView, archives: Sequence[Archive], workers: Workers, advance: Advance, confirmed: Confirmed
+    checkpoint: CheckpointView,
+    archives: Sequence[Archive],
+    workers: Workers,
+    advance: Advance,
+    confirmed: LenientChecksums,
 ) -> tuple[list[Finding], int]:
     """Compare the CRC-32 of every record of every archive, except records that are known to be right.
 
@@ -157,7 +161,7 @@ def check_archives(
     return damaged, sum(outcome for outcome in outcomes if not isinstance(outcome, Finding))
 
 
-def read_rest(confirmed: Confirmed, workers: int) -> None:
+def read_rest(confirmed: LenientChecksums, workers: int) -> None:
     """Read the rest of records of which parts were read; `confirmed` then shows if they are right."""
     with ThreadPoolExecutor(workers) as pool:
         for compared in [pool.submit(compare) for compare in confirmed.rest()]:
@@ -191,7 +195,7 @@ def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Fin
     """
     path = folder / _MANIFEST_FILE
     try:
-        manifest = parsed(read_file(folder, _MANIFEST_FILE))
+        manifest = parse_json(read_file(folder, _MANIFEST_FILE))
         algorithm = manifest.get("algorithm", _ALGORITHM)
         files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -235,7 +239,7 @@ def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: Non
         StorageError: it cannot be read.
     """
     digest = hashlib.sha256()
-    with open_stream(folder, name) as file, reading(folder / name):
+    with open_stream(folder, name) as file, translate_os_errors(folder / name):
         while block := file.read(_HASH_BLOCK):
             digest.update(block)
             advance(len(block))

@@ -30,7 +30,7 @@ from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cac
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing, is_manifest, manifest_text
+from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing_tensors, is_manifest, manifest_text
 from mcore_ckpt_ext.storage.paths import file_sizes
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -193,7 +193,7 @@ def compare_tensors(
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_TENSORS, str(content.folder), str(problem)))
         return
-    for tensor, message in differing(manifest.tensors, digests_of_tensors):
+    for tensor, message in differing_tensors(manifest.tensors, digests_of_tensors):
         results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
     results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
 

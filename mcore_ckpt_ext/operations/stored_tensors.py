@@ -149,7 +149,7 @@ class _ElementCheck:
     def file(self, item: tuple[str, list[ListedTensor]]) -> tuple[list[_Checked], str | None]:
         """Check the tensors of a safetensors file; return the results, and the digest of a file read whole.
 
-        The tensors do not overlap (`read_header`, storage/safetensors.py).
+        The tensors do not overlap (`list_arrays`, storage/safetensors.py).
         """
         file, tensors = item
         whole = FileHash(self._reader, file)

@@ -57,7 +57,7 @@ from mcore_ckpt_ext.operations.state_check import StateCheck
 from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.checksums import Confirmed
+from mcore_ckpt_ext.storage.checksums import LenientChecksums
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
@@ -262,7 +262,7 @@ class _Run:
         """
         checksums = StoredChecksums(checkpoint, failed)
         counter = ByteCounter(checksums.nbytes + _content_bytes(checkpoint), self._progress)
-        confirmed = Confirmed(checkpoint.reader)
+        confirmed = LenientChecksums(checkpoint.reader)
         content = Results()
         damage: CheckpointError | None = None
         try:
@@ -278,7 +278,7 @@ class _Run:
         counter.finish()
 
     def _check_elements(
-        self, checkpoint: CheckpointView, failed: set[str], confirmed: Confirmed, counter: ByteCounter,
+        self, checkpoint: CheckpointView, failed: set[str], confirmed: LenientChecksums, counter: ByteCounter,
         content: Results,
     ) -> None:  # fmt: skip
         if _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked

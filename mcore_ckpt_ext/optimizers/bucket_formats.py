@@ -71,7 +71,7 @@ def _numel(per_buffer: Any, key: BucketKey) -> int:
 
 
 def _flat(array: StoredArray, numel: int) -> FlatArray:
-    starts, sizes = array.column(0)
+    starts, sizes = array.bounds_on(0)
     stops = list(map(add, starts, sizes))
     if max(stops, default=0) <= numel:
         return FlatArray(numel, array.dtype, ChunkPieces(starts, stops, array.chunks))

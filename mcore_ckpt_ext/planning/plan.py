@@ -33,6 +33,10 @@ ITEM_SIZE: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
+"""Bytes of an element, by dtype: those of all arrays that are read and written; others are refused.
+
+What each kind of file calls them is in `STORAGE_NAMES` (torch archives) and `_DTYPES` (safetensors, zarr).
+"""
 
 
 class StoredSlice(NamedTuple):

@@ -33,7 +33,7 @@ class TensorLocations:
     def __init__(self, reader: FolderReader, checksums: Checksums | None = None) -> None:
         self._reader = reader
         self._checksums = checksums
-        self._payloads: dict[tuple[str, int, str], TensorLocation] = {}
+        self._locations: dict[tuple[str, int, str], TensorLocation] = {}
         self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
         self._templates: dict[tuple[int, str], list[ArchiveTemplate]] = {}
         self._lock = threading.Lock()
@@ -44,28 +44,28 @@ class TensorLocations:
         Raises:
             UnreadableCheckpointError: the stored array is not the one that the metadata describes.
         """
-        place = (extent.file, extent.offset, extent.record if isinstance(extent, ArchivedRecord) else "")
+        key = (extent.file, extent.offset, extent.record if isinstance(extent, ArchivedRecord) else "")
         with self._lock:
-            location = self._payloads.get(place)
+            location = self._locations.get(key)
         if location is None:
             location = self._look_up(extent)
             with self._lock:
-                is_new = place not in self._payloads
-                self._payloads[place] = location
+                is_new = key not in self._locations
+                self._locations[key] = location
             if is_new and self._checksums is not None:
                 self._add_checksums(extent, location, self._checksums)
         return location
 
-    def _add_checksums(self, extent: PlainExtent, payload: TensorLocation, checksums: Checksums) -> None:
+    def _add_checksums(self, extent: PlainExtent, location: TensorLocation, checksums: Checksums) -> None:
         """Register the records of an array, so that their checksums are compared."""
         if isinstance(extent, RawArray):
-            checksums.add_array(payload, extent)
+            checksums.add_array(location, extent)
         elif isinstance(extent, ArchivedRecord):
             archive = self.archive(extent.file, extent.offset, extent.length)
-            checksums.add_records(payload, archive, [f"data/{extent.record}"])
+            checksums.add_records(location, archive, [f"data/{extent.record}"])
         else:
             archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
-            checksums.add_records(payload, archive, archive.names)
+            checksums.add_records(location, archive, archive.names)
 
     def archive(self, file: str, offset: int = 0, length: int | None = None) -> TorchArchive:
         """Return an archive of many objects.
@@ -75,13 +75,13 @@ class TensorLocations:
         Raises:
             UnreadableCheckpointError: there is no complete archive at `offset`.
         """
-        place = (file, offset)
+        key = (file, offset)
         with self._lock:
-            archive = self._archives.pop(place, None)
+            archive = self._archives.pop(key, None)
         if archive is None:
             archive = TorchArchive(self._reader, file, offset, length)
         with self._lock:
-            self._archives[place] = archive
+            self._archives[key] = archive
             while len(self._archives) > _OPEN_ARCHIVES:
                 self._archives.popitem(last=False)
         return archive
@@ -94,7 +94,7 @@ class TensorLocations:
         archive = self.archive(extent.file, extent.offset, extent.length)
         storage = StorageReference(dtype_named(extent.dtype), extent.record, extent.numel)
         tensor = TensorReference(storage, 0, (extent.numel,), (1,))
-        return _check_size(archive.payload(tensor), extent, archive)
+        return archive.locate(tensor)
 
     def _raw(self, extent: RawArray) -> TensorLocation:
         size = self._reader.size(extent.file)
@@ -106,51 +106,37 @@ class TensorLocations:
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         tensor = archive.load()
         if isinstance(tensor, Float8Reference):
-            return _check_shape(archive.scaled_payload(tensor), extent, archive)
+            return _check_shape(archive.locate_scaled(tensor), extent, archive)
         if not isinstance(tensor, TensorReference):
             raise _not_a_tensor(tensor, archive.where)
-        payload = _check_shape(archive.payload(tensor), extent, archive)
-        template = archive.template(tensor, payload)
+        location = _check_shape(archive.locate(tensor), extent, archive)
+        template = archive.template(tensor, location)
         if template is not None and len(self._templates) < _SIZES:
             alike = self._templates.setdefault((extent.length, extent.dtype), [])
             if len(alike) < _TEMPLATES_OF_A_SIZE:
                 alike.append(template)
-        return payload
+        return location
 
     def _locate_by_template(self, extent: ArchivedTensor) -> TensorLocation | None:
         """Return the location of a tensor whose archive matches a known template; None if none matches."""
         for template in self._templates.get((extent.length, extent.dtype), ()):
-            location = template.payload(self._reader, extent.file, extent.offset)
+            location = template.locate(self._reader, extent.file, extent.offset)
             if location is not None and location.shape == extent.shape:
                 return location
         return None
 
 
-def _check_shape(payload: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:
+def _check_shape(location: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:
     """Check the shape of a tensor: a transposed one has as many elements, in another order."""
-    if payload.shape != extent.shape or payload.gives != dtype_named(extent.dtype):
-        raise _another_tensor(
-            f"shape {payload.shape} of {payload.gives}", f"shape {extent.shape} of {extent.dtype}", archive
+    if location.shape != extent.shape or location.decoded_dtype != dtype_named(extent.dtype):
+        raise UnreadableCheckpointError(
+            "a record of the checkpoint does not match its metadata",
+            found=f"shape {location.shape} of {location.decoded_dtype}",
+            expected=f"shape {extent.shape} of {extent.dtype}",
+            where=archive.where,
+            hint="the metadata belongs to another checkpoint: restore the folder as it was written",
         )
-    return payload
-
-
-def _check_size(payload: TensorLocation, extent: ArchivedRecord, archive: TorchArchive) -> TensorLocation:
-    if payload.numel != extent.numel or payload.gives != dtype_named(extent.dtype):
-        raise _another_tensor(
-            f"{payload.numel} elements of {payload.gives}", f"{extent.numel} elements of {extent.dtype}", archive
-        )
-    return payload
-
-
-def _another_tensor(actual: str, expected: str, archive: TorchArchive) -> UnreadableCheckpointError:
-    return UnreadableCheckpointError(
-        "a record of the checkpoint does not match its metadata",
-        found=actual,
-        expected=expected,
-        where=archive.where,
-        hint="the metadata belongs to another checkpoint: restore the folder as it was written",
-    )
+    return location
 
 
 def _not_a_tensor(content: object, where: str) -> CheckpointError:

@@ -18,7 +18,7 @@ from typing import Any
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor, Leaf, dumps
-from mcore_ckpt_ext.storage.torch_archive import WRITER_MEMBER
+from mcore_ckpt_ext.storage.torch_archive import WRITER_RECORD
 
 _ALIGNMENT = 64
 _LIMIT_32 = 0xFFFFFFFF
@@ -57,14 +57,14 @@ def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
         writer: name of the writing program, stored in a record of the archive.
 
     Raises:
-        TypeError: an object in the tree cannot be pickled by name.
+        UnsupportedCheckpointError: an object in the tree may not be written.
     """
     pickle, leaves = dumps(tree)
-    members: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
-    members += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
-    members += [("version", b"3\n")]
-    members += [(WRITER_MEMBER, writer.encode())] if writer else []
-    return _Zip().plan(members)
+    records: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
+    records += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
+    records += [("version", b"3\n")]
+    records += [(WRITER_RECORD, writer.encode())] if writer else []
+    return _Zip().plan(records)
 
 
 def archive_of(tree: Any) -> bytes:
@@ -78,25 +78,27 @@ def archive_of(tree: Any) -> bytes:
 
 def plan_tensor(declared: DeclaredTensor) -> ArchivePlan:
     """Plan the archive of a single tensor; for equal dtype and shape, plans differ only in the tag."""
-    alike = _template(declared.dtype, declared.shape)
-    (tensor,) = alike.tensors
-    return replace(alike, tensors=(replace(tensor, tag=declared.tag),))
+    plan = _tensor_plan(declared.dtype, declared.shape)
+    (tensor,) = plan.tensors
+    return replace(plan, tensors=(replace(tensor, tag=declared.tag),))
 
 
 @lru_cache(maxsize=4096)
-def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlan:
+def _tensor_plan(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlan:
     return plan_archive(DeclaredTensor(dtype, shape, None))
 
 
 class _Zip:
+    """Lays out the records of an archive one after the other, and then the zip directory."""
+
     def __init__(self) -> None:
         self._position = 0
         self._literals: list[tuple[int, bytes]] = []
         self._directory: list[bytes] = []
         self._declared: list[tuple[DeclaredTensor, int, int, int]] = []
 
-    def plan(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchivePlan:
-        for name, content in members:
+    def plan(self, records: Sequence[tuple[str, bytes | Leaf]]) -> ArchivePlan:
+        for name, content in records:
             self._add(f"archive/{name}".encode(), content)
         directory, crc_at = self._central_directory()
         tensors = tuple(

@@ -68,7 +68,7 @@ def write_report(path: Path, text: str, *, what: str) -> None:
         if is_remote(path):
             path.write_text(text)
         else:
-            replace({path: text})
+            replace_files({path: text})
     except StorageError as error:
         raise DestinationError(f"{what} cannot be written", **error.details) from error
     except OSError as error:
@@ -104,7 +104,7 @@ def flush_all(paths: Iterable[Path]) -> None:
             pass
 
 
-def replace(files: Mapping[Path, str]) -> None:
+def replace_files(files: Mapping[Path, str]) -> None:
     """Write small text files atomically: a reader sees each file either as it was or as it will be.
 
     Raises:

@@ -79,7 +79,7 @@ def whole_number(value: object, what: str) -> int:
     return value
 
 
-def elements_of(shape: tuple[object, ...]) -> int:
+def checked_numel(shape: tuple[object, ...]) -> int:
     """Return the number of elements of an array whose shape comes from a file.
 
     Raises:

@@ -32,7 +32,7 @@ def open_file(folder: Path, name: str) -> int:
         StorageError: the file cannot be read, for example without permission or from a broken disk.
     """
     path = os.path.join(folder, name)  # noqa: PTH118  a `Path` takes longer than opening, and a job checks thousands
-    with reading(path):
+    with translate_os_errors(path):
         is_in_folder = os.sep not in name and stat.S_ISREG(os.lstat(path).st_mode)  # as most: no link to follow
         real = path if is_in_folder else _resolved(folder, path)
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -68,7 +68,7 @@ def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
         path = folder / name
         _check_size(path.stat().st_size, limit, path)
         return path.read_bytes()
-    with reading(folder / name), os.fdopen(open_file(folder, name), "rb") as stream:
+    with translate_os_errors(folder / name), os.fdopen(open_file(folder, name), "rb") as stream:
         _check_size(os.fstat(stream.fileno()).st_size, limit, folder / name)
         return stream.read()
 
@@ -78,14 +78,14 @@ def _check_size(size: int, limit: int, path: object) -> None:
         raise RefusedFileError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
 
 
-def read_start(folder: Path, name: str, most: int) -> bytes:
-    """Return the first `most` bytes of a file of a folder, or all bytes if it has fewer.
+def read_start(folder: Path, name: str, limit: int) -> bytes:
+    """Return the first `limit` bytes of a file of a folder, or all bytes if it has fewer.
 
     Raises:
         OSError: as in `open_file`.
     """
-    with open_stream(folder, name) as stream, reading(folder / name):
-        return stream.read(most)
+    with open_stream(folder, name) as stream, translate_os_errors(folder / name):
+        return stream.read(limit)
 
 
 def open_stream(folder: Path, name: str) -> BinaryIO:
@@ -96,7 +96,7 @@ def open_stream(folder: Path, name: str) -> BinaryIO:
 
 
 @contextmanager
-def reading(path: Path | str) -> Iterator[None]:
+def translate_os_errors(path: Path | str) -> Iterator[None]:
     """Convert errors of the operating system that say nothing about a file's content.
 
     Raises:
@@ -118,7 +118,7 @@ def is_stored(path: Path) -> bool:
     Raises:
         StorageError: the system does not say.
     """
-    with reading(path):
+    with translate_os_errors(path):
         try:
             path.stat()
         except (FileNotFoundError, NotADirectoryError):

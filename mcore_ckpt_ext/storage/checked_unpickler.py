@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 from mcore_ckpt_ext.errors import UnsafePickleError, format_value
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.pickle_rules import CALLS, PLAIN_KEYS, check_call, parts_of_key
-from mcore_ckpt_ext.storage.pickle_stubs import Function, PickleStub, Placeholder, Record, Stateless
+from mcore_ckpt_ext.storage.pickle_stubs import Function, MetadataStub, PickleStub, Placeholder, Stateless
 
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace, collections.OrderedDict)
@@ -171,7 +171,7 @@ class CheckedUnpickler(pickle._Unpickler):
 
     def _set_state(self, target: Any, state: Any) -> None:
         self._spend_for([state])
-        if isinstance(target, (Placeholder, Record, Stateless)):
+        if isinstance(target, (Placeholder, MetadataStub, Stateless)):
             set_state: Any = type(target).__setstate__  # not of the object: a pickle could have set it
             set_state(target, state)
         elif type(target) is io.BytesIO:

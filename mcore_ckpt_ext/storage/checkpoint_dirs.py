@@ -25,7 +25,7 @@ RELEASE = "release"
 """The folder of a model without an iteration number, such as a converted one; also the content of its tracker file."""
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
-_PREFIX = 40
+_SHOWN_CHARACTERS = 40
 # Files by which run folders, distributed checkpoints, Hugging Face folders and canonical folders are recognized.
 _MARKS = (TRACKER_FILE, METADATA_FILE, "metadata.json", "config.json", "common.json")
 _MOST_BYTES = 1 << 12
@@ -82,7 +82,7 @@ def read_tracker(path: Path) -> Tracker | None:
         if error.errno == errno.EINVAL:  # a pipe, for example
             return None
         raise
-    return Tracker(path, text[:_PREFIX], int(text) if _NUMBER.fullmatch(text) else None)
+    return Tracker(path, text[:_SHOWN_CHARACTERS], int(text) if _NUMBER.fullmatch(text) else None)
 
 
 def newer_non_persistent(run: Path, place: Path | None = None, step: int | None = None) -> Tracker | None:
@@ -182,7 +182,7 @@ def _alternative(missing: Path) -> str:
     return "check the path"
 
 
-def no_checkpoint(path: Path) -> UnreadableCheckpointError:
+def no_checkpoint_error(path: Path) -> UnreadableCheckpointError:
     """Return the error for a folder without a checkpoint; it names the content and a folder to use."""
     names = sorted(entry.name for entry in path.iterdir())
     iterations = list(iteration_folders(path).values())

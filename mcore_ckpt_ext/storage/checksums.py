@@ -16,10 +16,10 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.lazy_torch import numpy, torch
 from mcore_ckpt_ext.planning.array_location import Extent, RawArray, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.plan import Copy, Plan
-from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
+from mcore_ckpt_ext.storage.crc32 import Piece, combine_crc32, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.storage.torch_archive import ByteRange, TorchArchive
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,17 +27,14 @@ if TYPE_CHECKING:
 # Bytes of a matrix that are made contiguous at once: half of the cache of a processor core.
 _ROWS_BYTES = 1 << 19
 
-Place = tuple[str, int, int]
-"""The location of an archive or a raw array: file, first byte, and length."""
 
-
-def is_plain(copy: Copy, payload: TensorLocation) -> bool:
+def is_plain(copy: Copy, location: TensorLocation) -> bool:
     """Return whether the elements are stored unscaled and in their order."""
-    return payload.scaled is None and not isinstance(copy.extent, (TransposeCodec, ScaleCodec))
+    return location.scaled is None and not isinstance(copy.extent, (TransposeCodec, ScaleCodec))
 
 
 @dataclass
-class _Record:
+class _PendingRecord:
     """A stored record that is read in pieces.
 
     Attributes:
@@ -48,8 +45,8 @@ class _Record:
         expected: stored CRC-32.
         before: number of bytes in the record before the tensor.
         left: number of bytes that have not been read.
-        place: the archive or array that is intact if this record is; None if other records must be verified, too.
-        archive: the archive of many records that contains this one, and the name of the record.
+        whole: the archive or array that is intact if this record is; None if other records must be verified, too.
+        part: the archive of many records that contains this one, and the name of the record.
         pieces: length and CRC-32 of the pieces that have been read, by their first byte in the record.
     """
 
@@ -60,8 +57,8 @@ class _Record:
     expected: int
     before: int
     left: int
-    place: Place | None
-    archive: tuple[Place, str] | None = None
+    whole: ByteRange | None
+    part: tuple[ByteRange, str] | None = None
     pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def is_intact(self, read: Callable[[int, int], int] | None = None) -> bool:
@@ -70,11 +67,11 @@ class _Record:
         done = 0
         for start, (length, piece) in [*sorted(self.pieces.items()), (self.size, (0, 0))]:
             if start > done and read is not None:
-                crc = appended(crc, read(self.begin + done, start - done), start - done)
+                crc = combine_crc32(crc, read(self.begin + done, start - done), start - done)
                 done = start
             if start != done:
                 return False
-            crc = appended(crc, piece, length)
+            crc = combine_crc32(crc, piece, length)
             done = start + length
         return crc == self.expected
 
@@ -95,12 +92,12 @@ class Checksums:
 
     def __init__(self, reader: FolderReader) -> None:
         self._reader = reader
-        self.verified: set[Place] = set()
-        self.verified_records: dict[Place, set[str]] = {}
-        self._waiting: dict[tuple[str, int], _Record] = {}
+        self.verified: set[ByteRange] = set()
+        self.verified_records: dict[ByteRange, set[str]] = {}
+        self._waiting: dict[tuple[str, int], _PendingRecord] = {}
         self._lock = threading.Lock()
 
-    def add_records(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
+    def add_records(self, location: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
         """Register records of an archive, one of which contains a tensor; without checksums, do nothing.
 
         Raises:
@@ -108,83 +105,84 @@ class Checksums:
         """
         if not archive.has_checksums:
             return
-        place = archive.place if set(names) == set(archive.names) else None
-        waiting: list[_Record] = []
+        whole = archive.byte_range if set(names) == set(archive.names) else None
+        waiting: list[_PendingRecord] = []
         for name in names:
-            begin, size, expected = archive.place_of(name)
-            if size >= self.WORTH and begin <= payload.offset < begin + size:
-                verify = partial(_verify_record, self._reader, archive.place, name)
-                read = partial(self._reader.checksum, payload.file)
-                record_place = None if place else (archive.place, name)
+            begin, size, expected = archive.find_record(name)
+            if size >= self.WORTH and begin <= location.offset < begin + size:
+                verify = partial(_verify_record, self._reader, archive.byte_range, name)
+                read = partial(self._reader.checksum, location.file)
+                part = None if whole else (archive.byte_range, name)
                 waiting.append(
-                    _Record(verify, read, begin, size, expected, payload.offset - begin, size, place, record_place)
+                    _PendingRecord(verify, read, begin, size, expected, location.offset - begin, size, whole, part)
                 )
             else:
                 archive.verify_checksums(only=name)
-                self._add_verified(None, None if place else (archive.place, name))
+                self._add_verified(None, None if whole else (archive.byte_range, name))
         for record in waiting:  # last, because the archive is verified when this record is
-            self._wait_for(payload, record)
+            self._wait_for(location, record)
         if not waiting:
-            self._add_verified(place)
+            self._add_verified(whole)
 
-    def add_array(self, payload: TensorLocation, array: RawArray) -> None:
+    def add_array(self, location: TensorLocation, array: RawArray) -> None:
         """Register a raw array, whose checksum may be known.
 
         Raises:
             UnreadableCheckpointError: the checksum of a small array differs.
         """
-        place = array.file, array.offset, array.length
+        whole = array.file, array.offset, array.length
         if array.crc is not None and array.length >= self.WORTH:
             verify = partial(verify_array, self._reader, array)
             read = partial(self._reader.checksum, array.file)
-            record = _Record(verify, read, array.offset, array.length, array.crc, 0, array.length, place)
-            self._wait_for(payload, record)
+            record = _PendingRecord(verify, read, array.offset, array.length, array.crc, 0, array.length, whole)
+            self._wait_for(location, record)
         else:
             verify_array(self._reader, array)
-            self._add_verified(place if array.crc is not None else None)
+            self._add_verified(whole if array.crc is not None else None)
 
-    def add(self, verified: Iterable[Place], verified_records: Mapping[Place, Iterable[str]]) -> None:
+    def add(self, verified: Iterable[ByteRange], verified_records: Mapping[ByteRange, Iterable[str]]) -> None:
         """Add what another process has verified."""
         with self._lock:
             self.verified.update(verified)
-            for place, names in verified_records.items():
-                self.verified_records.setdefault(place, set()).update(names)
+            for archive, names in verified_records.items():
+                self.verified_records.setdefault(archive, set()).update(names)
 
-    def _add_verified(self, place: Place | None, record: tuple[Place, str] | None = None) -> None:
+    def _add_verified(self, whole: ByteRange | None, part: tuple[ByteRange, str] | None = None) -> None:
         with self._lock:
-            if place is not None:
-                self.verified.add(place)
-            if record is not None:
-                self.verified_records.setdefault(record[0], set()).add(record[1])
+            if whole is not None:
+                self.verified.add(whole)
+            if part is not None:
+                archive, name = part
+                self.verified_records.setdefault(archive, set()).add(name)
 
-    def _wait_for(self, payload: TensorLocation, record: _Record) -> None:
+    def _wait_for(self, location: TensorLocation, record: _PendingRecord) -> None:
         with self._lock:
-            self._waiting[payload.file, payload.offset] = record
+            self._waiting[location.file, location.offset] = record
 
-    def add_piece(self, payload: TensorLocation, position: int, data: memoryview) -> int:
+    def add_piece(self, location: TensorLocation, position: int, data: memoryview) -> int:
         """Add bytes of a tensor, from `position` on, that have just been read, and return their CRC-32.
 
         Raises:
             UnreadableCheckpointError: the record is now complete, and its checksum differs.
         """
         crc = crc32(data)
-        self._store_piece(payload, position, len(data), crc)
+        self._store_piece(location, position, len(data), crc)
         return crc
 
-    def _store_piece(self, payload: TensorLocation, position: int, length: int, crc: int) -> None:
+    def _store_piece(self, location: TensorLocation, position: int, length: int, crc: int) -> None:
         """Store the CRC-32 of bytes that have been read; raises as `add_piece` does."""
         with self._lock:
-            record = self._waiting.get((payload.file, payload.offset))
+            record = self._waiting.get((location.file, location.offset))
             if record is None or record.before + position in record.pieces:
                 return
             record.pieces[record.before + position] = length, crc
             record.left -= length
             if record.left:
                 return
-            del self._waiting[payload.file, payload.offset]
+            del self._waiting[location.file, location.offset]
         if not record.is_intact():
             record.verify()  # raises an error with the position, or pieces overlapped
-        self._add_verified(record.place, record.archive)
+        self._add_verified(record.whole, record.part)
 
     def add_plan(
         self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], TensorLocation]
@@ -204,23 +202,23 @@ class Checksums:
         """
         pieces: list[tuple[int, Piece]] = []
         for copy in plan.copies:
-            payload = locate(copy.extent)
+            location = locate(copy.extent)
             destination = destinations[copy.target]
-            if not is_plain(copy, payload) or destination.dtype != payload.dtype.torch:
+            if not is_plain(copy, location) or destination.dtype != location.dtype.torch:
                 continue
             memory = memoryview(destination.detach().view(torch.uint8).numpy())
-            size = payload.dtype.itemsize
+            size = location.dtype.itemsize
             for source, target, length, count, source_stride, target_stride in copy.runs.rows():
                 if length * count * size < self.WORTH:
                     continue
                 begin = target * size
                 end = (target + length) * size
                 if count == 1:
-                    crc = self.add_piece(payload, source * size, memory[begin:end])
+                    crc = self.add_piece(location, source * size, memory[begin:end])
                     pieces.append((copy.target, (begin, end, crc)))
                 elif source_stride == length:
                     rows = numpy.ndarray((count,), f"V{length * size}", memory, begin, (target_stride * size,))
-                    self._store_piece(payload, source * size, rows.nbytes, _checksum_of_rows(rows))
+                    self._store_piece(location, source * size, rows.nbytes, _checksum_of_rows(rows))
         return pieces
 
     def rest(self) -> list[Callable[[], None]]:
@@ -228,28 +226,28 @@ class Checksums:
         with self._lock:
             return [partial(self._finish, record) for record in self._waiting.values()]
 
-    def _finish(self, record: _Record) -> None:
+    def _finish(self, record: _PendingRecord) -> None:
         if not record.pieces or not record.is_intact(record.read):
             record.verify()  # raises an error with the position, or pieces overlapped
-        self._add_verified(record.place, record.archive)
+        self._add_verified(record.whole, record.part)
 
 
-class Confirmed(Checksums):
+class LenientChecksums(Checksums):
     """Verifies checksums of data that is read for another purpose, without raising errors.
 
     Records that are not in `verified` may be damaged, or were read in pieces that are too small; the caller must check
     them.
     """
 
-    def add_records(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
+    def add_records(self, location: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
         """Register records of an archive."""
         with suppress(UnreadableCheckpointError):
-            super().add_records(payload, archive, names)
+            super().add_records(location, archive, names)
 
-    def add_array(self, payload: TensorLocation, array: RawArray) -> None:
+    def add_array(self, location: TensorLocation, array: RawArray) -> None:
         """Register a raw array."""
         with suppress(UnreadableCheckpointError):
-            super().add_array(payload, array)
+            super().add_array(location, array)
 
     def add_plan(
         self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], TensorLocation]
@@ -282,6 +280,6 @@ def verify_array(reader: FolderReader, array: RawArray) -> None:
         )
 
 
-def _verify_record(reader: FolderReader, archive: tuple[str, int, int], name: str) -> None:
+def _verify_record(reader: FolderReader, archive: ByteRange, name: str) -> None:
     """Verify a record. Unlike a method of the archive, it does not keep the directory in memory."""
     TorchArchive(reader, *archive).verify_checksums(only=name)

@@ -16,7 +16,7 @@ try:
 except ImportError:  # this package was installed without its dependencies, as in framework images
     from zlib import crc32
 
-__all__ = ["Piece", "appended", "checksum", "crc32"]
+__all__ = ["Piece", "combine_crc32", "crc32_from_pieces", "crc32"]
 
 _GENERATOR = 0xEDB88320  # of zlib, zip and Ethernet; the highest bit is the coefficient of x^0
 _ONE = 1 << 31
@@ -25,12 +25,12 @@ Piece = tuple[int, int, int]
 """A byte range: first byte, end, and CRC-32."""
 
 
-def appended(first: int, second: int, length: int) -> int:
+def combine_crc32(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of bytes with CRC-32 `first`, followed by `length` bytes with CRC-32 `second`."""
     return _product(_shift(length), first) ^ second
 
 
-def checksum(data: memoryview, known: Iterable[Piece] = (), crc: int = 0) -> int:
+def crc32_from_pieces(data: memoryview, known: Iterable[Piece] = (), crc: int = 0) -> int:
     """Return the CRC-32 of bytes, reusing the known CRC-32 of some pieces.
 
     Args:
@@ -40,7 +40,7 @@ def checksum(data: memoryview, known: Iterable[Piece] = (), crc: int = 0) -> int
     """
     done = 0
     for start, stop, piece in sorted(known):
-        crc = appended(crc32(data[done:start], crc), piece, stop - start)
+        crc = combine_crc32(crc32(data[done:start], crc), piece, stop - start)
         done = stop
     return crc32(data[done:], crc)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mcore_ckpt_ext.storage.dcp_metadata import PLANS, DcpIndex, index_of
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE as METADATA_FILE
 from mcore_ckpt_ext.storage.index_entries import StoredObject
-from mcore_ckpt_ext.storage.pickle_stubs import Record
+from mcore_ckpt_ext.storage.pickle_stubs import MetadataStub
 from mcore_ckpt_ext.storage.plain_pickle import strip_last
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -91,7 +91,7 @@ class SharedIndex:
             with collector_paused():
                 index: DcpIndex = pickle.loads(self._pickled)  # pickled by a rank of this job
             return index
-        return _parsed(self.data, self.folder / METADATA_FILE)
+        return _parse(lambda: self.data, self.folder / METADATA_FILE)
 
 
 class FolderIndex:
@@ -130,7 +130,7 @@ class FolderIndex:
     @cached_property
     def digest(self) -> str | None:
         """The digest of the index; None if it cannot be read."""
-        return digest_of_index(self.folder) if self.shared is None else self.shared.digest
+        return read_index_digest(self.folder) if self.shared is None else self.shared.digest
 
     def unshared(self) -> FolderIndex:
         """Return this index for this rank alone: what is parsed stays, the bytes for other ranks go."""
@@ -155,15 +155,7 @@ def read_index(folder: Path) -> DcpIndex:
         UnreadableCheckpointError: the index is missing, damaged, or contradicts itself.
         UnsupportedCheckpointError: the records are compressed.
     """
-    path = folder / METADATA_FILE
-    with _damage_reported(path):
-        data = _file(folder)
-        short = strip_last(data, PLANS, _PARTS)
-        if short is None:
-            return index_of(_metadata(data, str(path)))
-        del data  # freed before objects are created: both are most of the memory of `inspect`
-        metadata = _load_without_plans(short, str(path))
-        return index_of(_metadata(_file(folder), str(path)) if metadata is None else metadata)
+    return _parse(partial(_read_metadata_file, folder), folder / METADATA_FILE)
 
 
 def index_digest(data: bytes) -> str:
@@ -176,7 +168,7 @@ def index_digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
 
 
-def digest_of_index(folder: Path) -> str | None:
+def read_index_digest(folder: Path) -> str | None:
     """Return the digest of the index of an iteration folder; None if it cannot be read."""
     with suppress(OSError):
         return index_digest(read_file(folder, METADATA_FILE, INDEX_BYTES))
@@ -189,24 +181,36 @@ def check_plans(folder: Path) -> None:
     Raises:
         CheckpointError: the plans, or other parts of the index, are damaged.
     """
-    safe_loads(_file(folder), str(folder / METADATA_FILE))
+    safe_loads(_read_metadata_file(folder), str(folder / METADATA_FILE))
 
 
-def _file(folder: Path) -> bytes:
+def _read_metadata_file(folder: Path) -> bytes:
     try:
         return read_file(folder, METADATA_FILE, INDEX_BYTES)
     except OSError as error:
         raise unreadable_file("the checkpoint's index cannot be read", error, folder / METADATA_FILE) from error
 
 
-def _parsed(data: bytes, path: Path) -> DcpIndex:
-    with _damage_reported(path):
-        metadata = _load_without_plans(strip_last(data, PLANS, _PARTS), str(path))
-        return index_of(_metadata(data, str(path)) if metadata is None else metadata)
+def _parse(read: Callable[[], bytes], path: Path) -> DcpIndex:
+    """Parse the bytes that `read` returns, called again if loading them without the ranks' plans fails."""
+    with _reporting_damage(path):
+        data = read()
+        short = strip_last(data, PLANS, _PARTS)
+        if short is not None:
+            del data  # freed before objects are created: both are most of the memory of `inspect`
+            metadata = _load_without_plans(short, str(path))
+            if metadata is not None:
+                return index_of(metadata)
+            data = read()
+        if not data:
+            raise UnreadableCheckpointError(
+                "the checkpoint's index is empty", found="0 bytes", where=str(path), hint=INTERRUPTED
+            )
+        return index_of(safe_loads(data, str(path)))
 
 
 @contextmanager
-def _damage_reported(path: Path) -> Iterator[None]:
+def _reporting_damage(path: Path) -> Iterator[None]:
     """Report errors of parsing as damage; garbage collection is paused for millions of objects."""
     try:
         with collector_paused():
@@ -218,24 +222,14 @@ def _damage_reported(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _load_without_plans(short: bytes | None, where: str) -> Any:
+def _load_without_plans(short: bytes, where: str) -> Any:
     """Load an index without the ranks' plans, which are its last attribute and more than half of it.
 
     Returns:
-        None if `short`, the index without plans, is None or turns out to be something else.
+        None if `short`, the index without plans, turns out to be something else.
     """
-    if short is not None:
-        with suppress(ContentError):  # raised again when the whole index is loaded
-            index = safe_loads(short, where)
-            if isinstance(index, Record) and getattr(index, PLANS, None) is True and hasattr(index, _PARTS[0]):
-                return index
+    with suppress(ContentError):  # raised again when the whole index is loaded
+        index = safe_loads(short, where)
+        if isinstance(index, MetadataStub) and getattr(index, PLANS, None) is True and hasattr(index, _PARTS[0]):
+            return index
     return None
-
-
-def _metadata(data: bytes, where: str) -> Any:
-    """Load an index with the ranks' plans."""
-    if not data:
-        raise UnreadableCheckpointError(
-            "the checkpoint's index is empty", found="0 bytes", where=where, hint=INTERRUPTED
-        )
-    return safe_loads(data, where)

@@ -11,11 +11,11 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of, whole_number
+from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, checked_numel, whole_number
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
 
-# The record of each key and offsets; None in place of the offsets of an object.
-Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]
+# torch's `_StorageInfo` by key and offsets of a chunk; None in place of the offsets for an object.
+Records = Mapping[tuple[str, "tuple[int, ...] | None"], Any]
 PLANS = "all_local_plans"
 """The attribute with the ranks' plans.
 
@@ -58,30 +58,30 @@ def index_of(metadata: Any) -> DcpIndex:
         UnsupportedCheckpointError: the records are compressed.
         AttributeError, TypeError, ValueError, KeyError, OverflowError: the metadata is damaged.
     """
-    places = _places(metadata.storage_data)
+    records = _records(metadata.storage_data)
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
     overlapping: list[str] = []
     table = ChunkTable()
-    left = len(places)
+    unused = len(records)
     for key, entry in metadata.state_dict_metadata.items():
-        _named(key)
+        _check_name(key)
         if hasattr(entry, "chunks"):
-            left -= len(entry.chunks)
-            if left < 0:
+            unused -= len(entry.chunks)
+            if unused < 0:
                 raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} are repeated")
-            array = arrays[key] = _array(key, entry, places, table)
-            if sum(numel for _, numel in array.places()) > prod(array.shape):
+            array = arrays[key] = _array(key, entry, records, table)
+            if sum(numel for _, numel in array.files_and_numels()) > prod(array.shape):
                 overlapping.append(key)
         else:
-            info = places[key, None]
-            if type(info.relative_path) is not str:
-                raise TypeError(f"the name of a file is {format_value(info.relative_path)}")
-            offset = whole_number(info.offset, "an offset")
-            length = whole_number(info.length, "a length")
-            objects[key] = StoredObject(info.relative_path, offset, length)
+            record = records[key, None]
+            if type(record.relative_path) is not str:
+                raise TypeError(f"the name of a file is {format_value(record.relative_path)}")
+            offset = whole_number(record.offset, "an offset")
+            length = whole_number(record.length, "a length")
+            objects[key] = StoredObject(record.relative_path, offset, length)
     natural = {
-        _named(key): _shape(data["nd_reformulated_orig_global_shape"])
+        _check_name(key): _shape(data["nd_reformulated_orig_global_shape"])
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
@@ -92,7 +92,7 @@ def index_of(metadata: Any) -> DcpIndex:
     return DcpIndex(arrays, objects, natural, has_plans, may_lack, overlapping=frozenset(overlapping))
 
 
-def _named(key: Any) -> str:
+def _check_name(key: Any) -> str:
     if type(key) is not str:
         raise TypeError(f"the name of an array is {format_value(key)}")
     return key
@@ -108,12 +108,12 @@ def _axes(numbers: Any) -> tuple[int, ...]:
 def _shape(numbers: Any) -> tuple[int, ...]:
     """Return a shape after checking that an array can have it."""
     shape = _axes(numbers)
-    elements_of(shape)
+    checked_numel(shape)
     return shape
 
 
-def _places(storage_data: Mapping[Any, Any]) -> Places:
-    """Return the place of each record, by key and offsets.
+def _records(storage_data: Mapping[Any, Any]) -> Records:
+    """Return the records by key and offsets, none of them compressed.
 
     Chunks are indexed by (key, offsets), objects by (key, None): `MetadataIndex` of
     torch/distributed/checkpoint/metadata.py.
@@ -131,13 +131,13 @@ def _places(storage_data: Mapping[Any, Any]) -> Places:
                 raise ValueError(f"a record of {format_value(name)} at {format_value(offset)}")
     keys = list(zip(names, offsets, strict=True))
     check_keys(keys)
-    places = dict(zip(keys, storage_data.values(), strict=True))
-    for (name, _), place in places.items():
-        if place.transform_descriptors:
+    records = dict(zip(keys, storage_data.values(), strict=True))
+    for (name, _), record in records.items():
+        if record.transform_descriptors:
             raise UnsupportedCheckpointError(
-                "the checkpoint's records are compressed", found=place.transform_descriptors, where=name
+                "the checkpoint's records are compressed", found=record.transform_descriptors, where=name
             )
-    return places
+    return records
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -150,14 +150,14 @@ def _are_below(limit: int, values: Iterable[Any]) -> bool:
     return {int}.issuperset(map(type, numbers)) and max(numbers, default=0) < limit
 
 
-def _array(key: str, entry: Any, places: Places, table: ChunkTable) -> StoredArray:
+def _array(key: str, entry: Any, all_records: Records, table: ChunkTable) -> StoredArray:
     """Return an array after checking its chunks, column by column."""
     shape = _shape(entry.size)
     dtype = str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
     offsets, sizes = (_bounds(key, entry.chunks, name, len(shape)) for name in ("offsets", "sizes"))
-    records = list(map(places.__getitem__, zip(repeat(key), offsets)))
+    records = list(map(all_records.__getitem__, zip(repeat(key), offsets)))
     files = list(map(attrgetter("relative_path"), records))
     if not _are_texts(files):
         raise TypeError(f"the names of the files of {key} are not all text")
@@ -169,12 +169,12 @@ def _array(key: str, entry: Any, places: Places, table: ChunkTable) -> StoredArr
         raise ValueError(f"the chunks of {key}: {error}") from error
     array = StoredArray(key, shape, dtype, chunks)
     for axis, end in enumerate(shape):
-        begins_on_axis, sizes_on_axis = array.column(axis)
+        begins_on_axis, sizes_on_axis = array.bounds_on(axis)
         stops = map(add, begins_on_axis, sizes_on_axis)
         if chunks and (min(begins_on_axis) < 0 or min(sizes_on_axis) < 0 or max(stops) > end):
             raise ValueError(f"a chunk of {key} lies outside of the array, which has shape {format_value(shape)}")
     # Only now are the sizes small enough to be multiplied.
-    for (_, numel), length in zip(array.places(), lengths, strict=True):
+    for (_, numel), length in zip(array.files_and_numels(), lengths, strict=True):
         if numel * ITEM_SIZE[dtype] > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
     return array

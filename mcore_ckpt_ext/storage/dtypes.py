@@ -9,16 +9,17 @@ from functools import cache
 from typing import Any
 
 from mcore_ckpt_ext.lazy_torch import torch
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.pickle_stubs import Stateless
 
 # Bytes of an element (c10/core/ScalarType.h, torch 2.4 to 2.15); dtypes below 8 bits use a byte each.
 _ITEM_SIZES = {
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "bcomplex32", "qint32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
-    **dict.fromkeys(("bool", "int8", "uint8", "qint8", "quint8", "quint4x2", "quint2x4"), 1),
+    **ITEM_SIZE,
+    **dict.fromkeys(("uint64", "complex64"), 8),
+    **dict.fromkeys(("uint32", "complex32", "bcomplex32", "qint32"), 4),
+    **dict.fromkeys(("uint16", "bits16"), 2),
+    **dict.fromkeys(("qint8", "quint8", "quint4x2", "quint2x4", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
     **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_x2", "float8_e8m0fnu"), 1),
-    **dict.fromkeys((f"float8_{name}" for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")), 1),
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
     "complex128": 16,
 }
@@ -84,6 +85,12 @@ def dtype_named(name: str) -> Dtype:
 def name_of(dtype: torch.dtype | Dtype) -> str:
     """Return the name of a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def tensor_of(data: bytes, dtype: Dtype) -> torch.Tensor:
+    """Return the elements in bytes as a 1-D tensor with memory of its own."""
+    # torch.frombuffer refuses an empty buffer.
+    return torch.frombuffer(bytearray(data), dtype=dtype.torch) if data else torch.empty(0, dtype=dtype.torch)
 
 
 def with_torch_dtypes(tree: Any) -> Any:

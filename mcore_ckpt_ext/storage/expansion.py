@@ -43,7 +43,9 @@ def check_expansion(tree: Any, nbytes: int, where: str) -> None:
     try:
         Budget(nbytes, where).spend(nodes(tree, 0), "what is referred to again and again")
     except ValueError as error:
-        raise UnsafePickleError("a pickled state refers to itself", found=str(error), where=where) from error
+        raise UnsafePickleError(
+            "a pickled state refers to itself or is nested too deeply", found=str(error), where=where
+        ) from error
 
 
 def _children(node: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import checked_name
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import json_file, parse_json
 from mcore_ckpt_ext.storage.remote import folder_reader
-from mcore_ckpt_ext.storage.safetensors import SUFFIX, declared_arrays, header_in, read_arrays
+from mcore_ckpt_ext.storage.safetensors import SUFFIX, declared_arrays, planned_header, read_header
 
 FILE_NAME = "mcore_ckpt_ext_digests.json"
 _MARK = "mcore_ckpt_ext digests"
@@ -76,13 +76,11 @@ def with_digests(output: Output, folder: str = "") -> Output:
         if file.name not in filled:
             whole[name] = _sha256(_content(file))
         elif file.name.endswith(SUFFIX):
-            arrays[name] = _sha256_of_arrays(header_in(file))
+            arrays[name] = _sha256_of_arrays(planned_header(file))
     if not (whole or arrays):
         return output
     content = {"format": _MARK, "version": _VERSION, "sha256": whole, "arrays": arrays, "bytes": sizes}
-    text = json.dumps(content, indent=2).encode() + b"\n"
-    digests = OutputFile(below + FILE_NAME, len(text), ((0, text),))
-    return Output([digests, *output.files], output.records, output.notes)
+    return Output([json_file(below + FILE_NAME, content), *output.files], output.records, output.notes)
 
 
 def compare_digests(folder: Path) -> DigestResult | None:
@@ -101,7 +99,7 @@ def compare_digests(folder: Path) -> DigestResult | None:
     if stale := _why_stale(folder, stored["bytes"]):
         return DigestResult(0, (), stale)
     changed = [*_changed(folder, stored["sha256"], lambda name: _sha256(read_file(folder, name)))]
-    changed += _changed(folder, stored["arrays"], lambda name: _sha256_of_arrays(read_arrays(reader, name)))
+    changed += _changed(folder, stored["arrays"], lambda name: _sha256_of_arrays(read_header(reader, name)))
     return DigestResult(len(stored["sha256"]) + len(stored["arrays"]), tuple(changed))
 
 
@@ -139,7 +137,7 @@ def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
     return f"{sorted(others)[0]} is not one of its files" if data and others else ""
 
 
-def _changed(folder: Path, stored: Mapping[str, str], digest: Any) -> Iterator[ChangedFile]:
+def _changed(folder: Path, stored: Mapping[str, str], digest: Callable[[str], str]) -> Iterator[ChangedFile]:
     for name, expected in stored.items():
         checked_name(name, folder)
         try:
@@ -159,7 +157,7 @@ def _is_editable(name: str) -> bool:
 def _read(folder: Path) -> dict[str, Any] | None:
     path = folder / FILE_NAME
     try:
-        content = parsed(read_file(folder, FILE_NAME))
+        content = parse_json(read_file(folder, FILE_NAME))
         if not isinstance(content, dict) or content.keys() != _KEYS or content["format"] != _MARK:
             raise ValueError("not the keys of this file")
         if content["version"] != _VERSION:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_REPLACE = 1
-_EXCHANGE = 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux, renameat2(2)
+_NO_REPLACE = 1  # RENAME_NOREPLACE of Linux, renameat2(2)
+_EXCHANGE = 2  # RENAME_EXCHANGE
 _NOT_OFFERED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 

@@ -44,13 +44,13 @@ class StoredArray:
             return zip(self.chunks.files, self.chunks.begins, self.chunks.lengths, strict=True)
         return ((extent.file, extent.offset, extent.length) for _, _, extent in self.chunks)
 
-    def column(self, axis: int) -> tuple[Sequence[int], Sequence[int]]:
+    def bounds_on(self, axis: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the offsets and the sizes of all chunks on one axis."""
         if isinstance(self.chunks, TableRows):
             return self.chunks.bounds_on(axis)
         return [chunk.offsets[axis] for chunk in self.chunks], [chunk.sizes[axis] for chunk in self.chunks]
 
-    def places(self) -> Iterable[tuple[str, int]]:
+    def files_and_numels(self) -> Iterable[tuple[str, int]]:
         """Return the file and the number of elements of each chunk."""
         if isinstance(self.chunks, TableRows):
             return zip(self.chunks.files, map(prod, self.chunks.sizes), strict=True)
@@ -74,8 +74,8 @@ class ChunkTable:
 
     def __init__(self) -> None:
         self.files: list[str] = []
-        self._numbers: dict[str, int] = {}
-        self.numbers = array("q")
+        self._number_of_file: dict[str, int] = {}
+        self.file_numbers = array("q")
         self.begins = array("q")
         self.lengths = array("q")
         self.offsets = array("q")
@@ -106,12 +106,12 @@ class ChunkTable:
             TypeError, OverflowError: a value is not an integer, or has more than 63 bits; nothing is added.
         """
         added = [array("q", column) for column in (begins, lengths, *map(chain.from_iterable, (offsets, sizes)))]
-        rows = range(len(self.numbers), len(self.numbers) + len(files))
+        rows = range(len(self.file_numbers), len(self.file_numbers) + len(files))
         chunks = TableRows(self, rows, len(self.offsets), axes, dtype)
-        for file in set(files).difference(self._numbers):
-            self._numbers[file] = len(self.files)
+        for file in set(files).difference(self._number_of_file):
+            self._number_of_file[file] = len(self.files)
             self.files.append(file)
-        self.numbers.extend(map(self._numbers.__getitem__, files))
+        self.file_numbers.extend(map(self._number_of_file.__getitem__, files))
         for column, values in zip((self.begins, self.lengths, self.offsets, self.sizes), added, strict=True):
             column.extend(values)
         return chunks
@@ -144,7 +144,7 @@ class TableRows(Sequence[StoredChunk]):
     @property
     def files(self) -> Iterator[str]:
         """The file of each chunk."""
-        return map(self._table.files.__getitem__, self._column(self._table.numbers))
+        return map(self._table.files.__getitem__, self._column(self._table.file_numbers))
 
     @property
     def begins(self) -> array[int]:

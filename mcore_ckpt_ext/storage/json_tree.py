@@ -15,24 +15,15 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, shorten
 from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
-from mcore_ckpt_ext.storage.budget import check_keys, elements_of
-from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of
+from mcore_ckpt_ext.storage.budget import check_keys, checked_numel
+from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of, tensor_of
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, stub_class
-from mcore_ckpt_ext.storage.safe_pickle import bytes_of_text
+from mcore_ckpt_ext.storage.safe_pickle import encode_latin1
 
 _INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 _DTYPES = {name for name in DTYPE_NAMES if name.startswith(("float", "bfloat", "complex")) or name in _INTEGERS}
 _TYPES: Mapping[str, type] = {
-    "object": object,
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "list": list,
-    "dict": dict,
-    "tuple": tuple,
-    "set": set,
-    "bytes": bytes,
+    kind.__name__: kind for kind in (object, int, float, str, bool, list, dict, tuple, set, bytes)
 }
 
 
@@ -125,11 +116,9 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _untensor(content: Any) -> torch.Tensor:
-    dtype = _dtype(content["dtype"]).torch
-    data = bytearray(base64.b64decode(content["data"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = tensor_of(base64.b64decode(content["data"]), _dtype(content["dtype"]))
     shape = tuple(content["shape"])
-    if elements_of(shape) != flat.numel():
+    if checked_numel(shape) != flat.numel():
         raise ValueError(f"a tensor of shape {shape} with {flat.numel()} elements")
     return flat.reshape(shape)
 
@@ -161,7 +150,7 @@ def _class(names: Any) -> type[Placeholder]:
 
 def _unplaceholder(content: Any) -> Placeholder | bytes:
     if content["class"] == ["_codecs", "encode"]:
-        return bytes_of_text(*_decoded(content["arguments"]))  # as in the first folders of this format
+        return encode_latin1(*_decoded(content["arguments"]))  # as in the first folders of this format
     built = Placeholder.__new__(_class(content["class"]), *_decoded(content["arguments"]))
     origin = origin_of(built)
     origin.called = bool(content["called"])

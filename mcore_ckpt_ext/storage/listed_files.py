@@ -25,7 +25,7 @@ def check_listed(index: Path, files: Iterable[str], incomplete: str) -> None:
         incomplete: the hint if files are missing.
 
     Raises:
-        UnreadableCheckpointError: names some that are missing, or are no files of this folder.
+        UnreadableCheckpointError: a file is missing, or is not one of this folder.
     """
     listed = list(files)
     outside = [file for file in listed if not is_file_name(file)]

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shorten
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 
 _HEAD = "# mcore_ckpt_ext manifest 1"
 _TENSOR, _END = "# tensor ", "# end: "
@@ -128,7 +128,7 @@ def _file(line: str) -> tuple[str, str]:
 
 
 def _tensor(line: str) -> TensorDigest:
-    entry = parsed(line.removeprefix(_TENSOR).encode())
+    entry = parse_json(line.removeprefix(_TENSOR).encode())
     texts = ("kind", "name", "dtype", "sha256")
     if not isinstance(entry, dict) or entry.keys() != {*texts, "shape"}:
         raise ValueError(f"a line that describes no tensor: {line!r}")
@@ -144,7 +144,9 @@ def _is_shape(shape: object) -> bool:
     return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
 
 
-def differing(recorded: Iterable[TensorDigest], found: Iterable[TensorDigest]) -> list[tuple[TensorDigest, str]]:
+def differing_tensors(
+    recorded: Iterable[TensorDigest], found: Iterable[TensorDigest]
+) -> list[tuple[TensorDigest, str]]:
     """Return the tensors that differ between a manifest and a checkpoint, each with its difference."""
     have = {(tensor.kind, tensor.name): tensor for tensor in found}
     differences: list[tuple[TensorDigest, str]] = []

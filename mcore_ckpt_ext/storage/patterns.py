@@ -12,7 +12,7 @@ _SECONDS = 2.0  # of processor time
 
 
 def is_pattern(value: object) -> bool:
-    """Return whether a value is a valid regular expression; raises as `matched` does."""
+    """Return whether a value is a valid regular expression; raises as `match_pattern` does."""
     library = _library()
     try:
         return isinstance(value, str) and bool(library.compile(value))
@@ -20,7 +20,7 @@ def is_pattern(value: object) -> bool:
         return False
 
 
-def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any] | None:
+def match_pattern(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any] | None:
     """Match a pattern at the beginning of a name, or the `whole` name.
 
     Returns:

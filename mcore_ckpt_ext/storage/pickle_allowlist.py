@@ -29,20 +29,7 @@ Name = tuple[str, str]
 CLASSES: dict[object, Name] = {
     **{
         kind: ("__builtin__", kind.__name__)
-        for kind in (
-            object,
-            float,
-            complex,
-            bool,
-            list,
-            dict,
-            tuple,
-            set,
-            frozenset,
-            bytes,
-            bytearray,
-            slice,
-        )
+        for kind in (object, float, complex, bool, list, dict, tuple, set, frozenset, bytes, bytearray, slice)
     },
     int: ("__builtin__", "long"),
     str: ("__builtin__", "unicode"),
@@ -95,18 +82,17 @@ _WRITABLE: set[Name] = {
 }
 
 
-def checked_name(module: str, name: str) -> Name:
-    """Check that a written pickle may contain a name, and return the name.
+def check_writable(module: str, name: str) -> None:
+    """Check that a written pickle may contain a name.
 
     Raises:
         TypeError: the name is not on the list.
     """
     if (module, name) not in _WRITABLE or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise TypeError(f"{f'{module}.{name}'[:200]!r}")
-    return module, name
 
 
-def is_own(placeholder: Placeholder) -> bool:
+def is_of_own_index(placeholder: Placeholder) -> bool:
     """Return whether an object belongs to an index that this package creates, not to a source checkpoint."""
     return (placeholder.pickled_module, placeholder.pickled_name) in _INDEX
 
@@ -229,7 +215,7 @@ class _OutputUnpickler(SafeUnpickler):
     """Reads a pickle that is about to be written, and accepts only names on the list."""
 
     def find_class(self, module: str, name: str) -> Any:
-        checked_name(module, name)
+        check_writable(module, name)
         return super().find_class(module, name)
 
 

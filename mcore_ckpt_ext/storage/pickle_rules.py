@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsafePickleError, format_value
-from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Record, Stateless
+from mcore_ckpt_ext.storage.pickle_stubs import MetadataStub, Placeholder, Stateless
 
 _NOTHING: tuple[type, ...] = ()
 _LISTS = {_NOTHING, (list,), (tuple,)}
@@ -92,5 +92,5 @@ def _parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
 
 def _check_part(key: Any) -> None:
     is_allowed = type(key) in PLAIN_KEYS or type(key) in (int, complex, object)
-    if not is_allowed and not isinstance(key, (type, Placeholder, Record, Stateless)):
+    if not is_allowed and not isinstance(key, (type, Placeholder, MetadataStub, Stateless)):
         raise TypeError(f"a key that is a {type(key).__name__}")

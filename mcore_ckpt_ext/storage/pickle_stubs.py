@@ -56,7 +56,7 @@ class Function(Stateless):
         return self._call(*arguments)
 
 
-class Record(metaclass=PickleStub):
+class MetadataStub(metaclass=PickleStub):
     """A stub for classes of torch's checkpoint metadata, which only stores attributes."""
 
     def __init__(self, *arguments: object) -> None:
@@ -64,11 +64,11 @@ class Record(metaclass=PickleStub):
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        # Not copied, because a large checkpoint has hundreds of thousands of records.
+        # Not copied, because a large checkpoint has hundreds of thousands of them.
         self.__dict__ = state
 
     def __repr__(self) -> str:
-        # Without the attributes, which may refer to the record itself, or to one object a billion times.
+        # Without the attributes, which may refer to the object itself, or to one object a billion times.
         return f"<{type(self).__name__}>"
 
 
@@ -78,7 +78,7 @@ _MOST_STRIDES = 64
 _NO_PROPERTIES = {tuple, int, float}  # types whose hash the writer of a file can choose
 
 
-class TensorProperties(Record):
+class TensorProperties(MetadataStub):
     """`torch.distributed.checkpoint.metadata.TensorProperties`; its state is a tuple, dtype first.
 
     Its `__getstate__` writes five properties in torch up to 2.13, and the strides as a sixth in 2.15. Strides may be a
@@ -98,7 +98,7 @@ class TensorProperties(Record):
         self.dtype = state[0]
 
 
-class IgnoredRecord(Record):
+class IgnoredStub(MetadataStub):
     """A part of the ranks' plans in the metadata, which this package does not need."""
 
     def __setstate__(self, state: object) -> None:
@@ -107,32 +107,32 @@ class IgnoredRecord(Record):
             raise TypeError(f"a {type(self).__name__} whose state is no dict")
 
 
-class MetadataIndex(Record):
+class MetadataIndex(MetadataStub):
     """`torch.distributed.checkpoint.metadata.MetadataIndex`; those of objects have no offset."""
 
     offset: object = None
 
 
-class StorageInfo(Record):
+class StorageInfo(MetadataStub):
     """`torch.distributed.checkpoint.filesystem._StorageInfo`; its state lacks descriptors that are None."""
 
     transform_descriptors: object = None
 
 
 # The last two are classes of `torch.distributed.checkpoint.planner`.
-_RECORD_CLASSES: dict[str, type[Record]] = {
+_METADATA_CLASSES: dict[str, type[MetadataStub]] = {
     "TensorProperties": TensorProperties,
     "MetadataIndex": MetadataIndex,
     "_StorageInfo": StorageInfo,
-    "WriteItem": IgnoredRecord,
-    "TensorWriteData": IgnoredRecord,
+    "WriteItem": IgnoredStub,
+    "TensorWriteData": IgnoredStub,
 }
 
 
 @lru_cache(maxsize=1024)
-def record_class(name: str) -> type[Record]:
+def metadata_class(name: str) -> type[MetadataStub]:
     """Return the stub of a class of torch's checkpoint metadata."""
-    return _RECORD_CLASSES.get(name) or type(name, (Record,), {})
+    return _METADATA_CLASSES.get(name) or type(name, (MetadataStub,), {})
 
 
 class Placeholder(metaclass=PickleStub):

@@ -19,7 +19,13 @@ from typing import Any, TypeAlias
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
 from mcore_ckpt_ext.storage.dtypes import Dtype, name_of
-from mcore_ckpt_ext.storage.pickle_allowlist import CLASSES, Name, check_output, checked_name, first_unwritable, is_own
+from mcore_ckpt_ext.storage.pickle_allowlist import (
+    CLASSES,
+    check_output,
+    check_writable,
+    first_unwritable,
+    is_of_own_index,
+)
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
 
@@ -101,15 +107,15 @@ class TreePickler(pickle._Pickler):
         self.memoize(obj)
 
     def _write_global(self, module: str, name: str) -> None:
-        module, name = self._checked(module, name)
+        self._check_writable(module, name)
         self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
 
-    def _checked(self, module: str, name: str) -> Name:
-        """Check that a name may be written, and return it."""
-        return checked_name(module, name)
+    def _check_writable(self, module: str, name: str) -> None:
+        """Check that a name may be written."""
+        check_writable(module, name)
 
     def _check_placeholder(self, obj: Placeholder) -> None:
-        if not is_own(obj) and (reason := first_unwritable(obj)):
+        if not is_of_own_index(obj) and (reason := first_unwritable(obj)):
             raise TypeError(reason)
 
     def _named(self, module: str, name: str) -> type[Placeholder]:

@@ -21,25 +21,25 @@ class Stages:
 
     Args:
         make: allocates host memory of a given number of bytes.
-        sent: see `wait_for_copies`.
+        after_copy: see `wait_for_copies`.
     """
 
     def __init__(
         self,
         make: Callable[[int], torch.Tensor] = host_buffer,
-        sent: Callable[[torch.device], Callable[[], None]] = wait_for_copies,
+        after_copy: Callable[[torch.device], Callable[[], None]] = wait_for_copies,
     ) -> None:
         self._make = make
-        self._sent = sent
+        self._after_copy = after_copy
         self._own = threading.local()
 
-    def send(self, nbytes: int, fill: Callable[[torch.Tensor], None], places: torch.Tensor) -> None:
+    def send(self, nbytes: int, fill: Callable[[torch.Tensor], None], destination: torch.Tensor) -> None:
         """Fill a block with at most STAGE_BYTES, and start copying it to the device.
 
         Args:
             nbytes: number of bytes.
             fill: fills a block of `nbytes` bytes.
-            places: destination on the device; the block holds elements of the same dtype.
+            destination: destination on the device; the block holds elements of the same dtype.
         """
         blocks: list[torch.Tensor] = self._own.__dict__.setdefault("blocks", [])
         waits: list[Callable[[], None]] = self._own.__dict__.setdefault("waits", [])
@@ -51,8 +51,8 @@ class Stages:
         waits[number]()
         block = blocks[number][:nbytes]
         fill(block)
-        places.copy_(block.view(places.dtype).view(places.shape), non_blocking=True)
-        waits[number] = self._sent(places.device)
+        destination.copy_(block.view(destination.dtype).view(destination.shape), non_blocking=True)
+        waits[number] = self._after_copy(destination.device)
 
     def wait(self) -> None:
         """Wait until all copies that this thread started are finished."""

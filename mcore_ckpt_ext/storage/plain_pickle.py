@@ -1,7 +1,7 @@
 """Recognizes plain pickles, such as indexes, by a regular expression; they are cheap to load.
 
 A pickle is expensive if it hashes deeply nested tuples, if many tuples have one hash, or if it calls something with
-large arguments (`pickle_cost`). A plain pickle does none of this:
+large arguments (`checked_unpickler`). A plain pickle does none of this:
 
 - tuples of at most five strings and numbers below 2**31 are small, however often the pickle refers to them. Hashes of
   strings are randomized, and such numbers are too few: finding a thousand tuples with one hash takes over 2**40 trials;

@@ -29,7 +29,7 @@ _NAME_BYTES = 255  # NAME_MAX of Linux
 _WORK_LIMIT = 1 << 12
 _JOURNAL_LIMIT = 1 << 30
 _MINE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_LOCKS_NOT_OFFERED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 CheckReplaceable = Callable[[Path], None]
 """Raises DestinationError unless the folder at a path may be replaced."""
@@ -108,7 +108,7 @@ class Publication:
             except OSError as error:
                 raise cannot_write(self.destination, error) from error
 
-    def done(self) -> dict[int, int]:
+    def finished_records(self) -> dict[int, int]:
         """Return the CRC-32 of records that interrupted runs have recorded as finished, by number.
 
         The caller must check them: the records may not have reached the disk.
@@ -130,7 +130,7 @@ class Publication:
                     checksums[int(number)] = int(crc)
         return checksums
 
-    def note(self, number: int, crc: int) -> None:
+    def record_finished(self, number: int, crc: int) -> None:
         """Record a finished record in the journal.
 
         Raises:
@@ -219,7 +219,7 @@ class Publication:
                 ) from error
             except OSError as error:
                 root.close()
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in _LOCKS_NOT_OFFERED:
                     raise
                 raise DestinationError(
                     "this file system has no locks, so a second process could write the same destination",

@@ -127,10 +127,10 @@ class Upload:
         self._fingerprint = fingerprint
         self._rank = rank
         self._claimed = [fingerprint, secrets.token_hex(8)]
-        self._noted: dict[str, list[int]] = {}
+        self._finished: dict[str, list[int]] = {}
         self._guard = threading.Lock()
 
-    def open(self, *, force: bool, resume: bool) -> None:
+    def open(self, *, resume: bool) -> None:
         """Check the destination, and write the claim.
 
         Raises:
@@ -145,7 +145,7 @@ class Upload:
                 hint="wait for it; if none is running, continue it with --resume, or delete the destination and start "
                 "again",
             )
-        with self._answering():
+        with self._reporting_destination():
             is_there = self.destination.exists()
         if is_there and not work:
             raise DestinationError(
@@ -160,7 +160,7 @@ class Upload:
                 where=str(self._partial),
                 hint="pass the options of the interrupted run, or delete the destination and start again",
             )
-        with self._answering():
+        with self._reporting_destination():
             self._partial.make_folder()
             (self._partial / _CLAIM).write_text(json.dumps(self._claimed))
 
@@ -188,7 +188,7 @@ class Upload:
 
     def _claim(self) -> list[str]:
         """Return the content of the claim file; empty if there is none."""
-        with self._answering():
+        with self._reporting_destination():
             try:
                 claim = json.loads((self._partial / _CLAIM).read_text())
             except FileNotFoundError:
@@ -197,18 +197,20 @@ class Upload:
                 return [""]  # of another process, incompletely written
         return claim if isinstance(claim, list) and claim else [""]
 
-    def done(self) -> dict[str, int]:
+    def finished_files(self) -> dict[str, int]:
         """Return the files that an interrupted upload finished, with their sizes, after reading each back."""
         journaled: dict[str, list[int]] = {}
-        with self._answering():
+        with self._reporting_destination():
             for journal in self._partial.glob(f"{_JOURNAL}*") if self._partial.exists() else ():
                 # It may be incomplete, because the process was killed.
                 with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
                     journaled |= json.loads(journal.read_text())
-            self._noted = {
-                name: size_and_crc for name, size_and_crc in journaled.items() if self._there(name) == size_and_crc
+            self._finished = {
+                name: size_and_crc
+                for name, size_and_crc in journaled.items()
+                if self._size_and_crc_of(name) == size_and_crc
             }
-        return {name: size for name, (size, _) in self._noted.items()}
+        return {name: size for name, (size, _) in self._finished.items()}
 
     def put(self, local: Path, name: str) -> None:
         """Upload a file, and record it in the journal.
@@ -217,21 +219,21 @@ class Upload:
             DestinationError: the store cannot be written, or another conversion has claimed the destination.
         """
         self.check_claim()
-        with self._answering():
+        with self._reporting_destination():
             self._path(name).upload(local)
             with local.open("rb") as stream, self._guard:
-                self._noted[name] = _size_and_crc(stream)
-                self._journal.write_text(json.dumps(self._noted))
+                self._finished[name] = _size_and_crc(stream)
+                self._journal.write_text(json.dumps(self._finished))
 
     def withdraw(self, names: Iterable[str]) -> None:
         """Try to remove the files that make the folder a complete checkpoint, if the claim is still valid."""
         with contextlib.suppress(Exception):
             if self._claim() == self._claimed:
                 for name in names:
-                    self._noted.pop(name, None)
+                    self._finished.pop(name, None)
                     with contextlib.suppress(FileNotFoundError):
                         self._path(name).remove()
-                self._journal.write_text(json.dumps(self._noted))
+                self._journal.write_text(json.dumps(self._finished))
 
     def publish(self) -> list[str]:
         """Remove the journals and the claim of a finished upload.
@@ -256,7 +258,7 @@ class Upload:
         return self.destination / checked_name(name, cast("Path", self.destination))
 
     @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _reporting_destination(self) -> Iterator[None]:
         """Convert errors of the store into errors about the destination.
 
         Raises:
@@ -274,7 +276,7 @@ class Upload:
                 hint=f"{hint}; --resume continues what this run began",
             ) from error
 
-    def _there(self, name: str) -> list[int] | None:
+    def _size_and_crc_of(self, name: str) -> list[int] | None:
         """Return size and CRC-32 of a file of the destination; None if there is none."""
         try:
             with self._path(name).open() as stream:

@@ -13,9 +13,9 @@ from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 
 # Gaps between rows are read as well if they are smaller than a page: this touches no further page, and copying costs
 # less than a system call. Rows shorter than a page are then copied from a buffer that fits the processor's cache.
-_READ_ALONG_BYTES = 4095
+_MOST_GAP_BYTES = 4095
 _LONG_ROW_BYTES = 1 << 12
-_ALONG_BYTES = 1 << 19
+_SCRATCH_BYTES = 1 << 19
 # Longer rows are read many per call (`preadv`), with gaps no larger than a row read into a scratch buffer. This takes
 # half to three quarters of the time of one call per row; with gaps beyond this limit it saves little.
 _MOST_SKIPPED_BYTES = 1 << 13
@@ -67,7 +67,7 @@ class RowReader:
                 self._scatter(location.file, offset, skip - row_bytes, _rows_in(memory, begin, step, row_bytes, count))
             elif row_bytes < _LONG_ROW_BYTES and are_read_together(length, count, source_stride, size):
                 run = target, length, count, source_stride, target_stride
-                self._read_along(location.file, offset, memory, size, run)
+                self._read_with_gaps(location.file, offset, memory, size, run)
             else:
                 self._reader.read_rows(location.file, offset, skip, _rows_in(memory, begin, step, row_bytes, count))
             if on_read is not None and (count == 1 or target_stride == length):
@@ -81,29 +81,29 @@ class RowReader:
             self._reader.scatter(file, offset, buffers)
             offset += len(batch) * (len(batch[0]) + gap)
 
-    def _read_along(
+    def _read_with_gaps(
         self, file: str, offset: int, memory: memoryview, size: int, run: tuple[int, int, int, int, int]
     ) -> None:
         """Read rows together with the gaps between them, and copy the rows; elements have `size` bytes."""
         target, length, count, source_stride, target_stride = run
-        at_once = max(1, _ALONG_BYTES // (source_stride * size))
+        at_once = max(1, _SCRATCH_BYTES // (source_stride * size))
         scratch = self._thread_buffer(at_once * source_stride * size)
-        whole = f"i{size}"
+        element = f"i{size}"
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
             span = ((rows - 1) * source_stride + length) * size
             self._reader.read_into(file, offset + row * source_stride * size, scratch[:span])
             # numpy, because torch would start threads on all processors for these few bytes.
-            source = numpy.ndarray((rows, length), whole, scratch, 0, (source_stride * size, size))
+            source = numpy.ndarray((rows, length), element, scratch, 0, (source_stride * size, size))
             begin = (target + row * target_stride) * size
-            places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
-            numpy.copyto(places, source)
+            rows_in_memory = numpy.ndarray((rows, length), element, memory, begin, (target_stride * size, size))
+            numpy.copyto(rows_in_memory, source)
 
     def _thread_buffer(self, nbytes: int) -> memoryview:
         """Return a buffer of this thread, which is reused so that the system need not clear new pages."""
         buffer: memoryview | None = getattr(self._scratch, "memory", None)
         if buffer is None or len(buffer) < nbytes:
-            buffer = self._scratch.memory = memoryview(bytearray(max(nbytes, _ALONG_BYTES)))
+            buffer = self._scratch.memory = memoryview(bytearray(max(nbytes, _SCRATCH_BYTES)))
         return buffer
 
 
@@ -112,7 +112,7 @@ def are_read_together(length: int, count: int, stride: int, size: int) -> bool:
 
     An element has `size` bytes.
     """
-    return count > 1 and 0 <= (stride - length) * size <= _READ_ALONG_BYTES
+    return count > 1 and 0 <= (stride - length) * size <= _MOST_GAP_BYTES
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

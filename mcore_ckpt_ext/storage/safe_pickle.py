@@ -12,20 +12,20 @@ import io
 import pickle
 import types
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, format_value, shorten
-from mcore_ckpt_ext.storage.budget import Budget, elements_of
+from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, UnsupportedCheckpointError, format_value, shorten
+from mcore_ckpt_ext.storage.budget import Budget, checked_numel
 from mcore_ckpt_ext.storage.checked_unpickler import CheckedUnpickler, NameCost
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_stubs import (
     Function,
+    MetadataStub,
     PickleStub,
     Placeholder,
-    Record,
+    metadata_class,
     origin_of,
-    record_class,
     stub_class,
 )
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
@@ -65,6 +65,16 @@ def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: 
     raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=format_value(build))
 
 
+def _refuse_untyped(where: str, *arguments: object) -> None:
+    """Refuse a tensor of a dtype without a storage class, such as uint16 (`_rebuild_tensor_v3`)."""
+    raise UnsupportedCheckpointError(
+        "a tensor has a dtype that is not supported",
+        found=format_value(arguments[6]),
+        expected=", ".join(STORAGE_NAMES),
+        where=where,
+    )
+
+
 _FLOAT8 = "transformer_engine.pytorch.tensor.float8_tensor"
 _FLOAT8_CLASS_METHOD = (_FLOAT8, "Float8Tensor", "_make_in_reduce_ex")  # up to 2.13
 
@@ -83,7 +93,7 @@ def _safe_getattr(owner: object, name: str) -> object:
     )
 
 
-def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
+def encode_latin1(text: object, codec: object = "utf-8") -> bytes:
     """Replace `_codecs.encode`, with which protocol 2 writes bytes.
 
     Raises:
@@ -104,6 +114,9 @@ def _layout_name(name: object) -> str:
 _PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 _METADATA_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard")
 
+_BUILTIN_MODULES = ("builtins", "__builtin__")
+_NUMBERS = (bool, int, float, complex)
+_BUILTIN_CLASSES = (*_NUMBERS, str, bytes, bytearray, list, tuple, dict, set, frozenset, slice, object)
 _REAL: dict[tuple[str, str], object] = {
     ("argparse", "Namespace"): _Namespace,
     ("types", "SimpleNamespace"): types.SimpleNamespace,
@@ -111,35 +124,17 @@ _REAL: dict[tuple[str, str], object] = {
     ("collections", "defaultdict"): collections.defaultdict,
     ("collections", "deque"): collections.deque,
     ("_io", "BytesIO"): io.BytesIO,
-    ("_codecs", "encode"): Function(bytes_of_text),
+    ("_codecs", "encode"): Function(encode_latin1),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Function(_layout_name),
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
+    ("torch.storage", "UntypedStorage"): StorageType(dtype_named("uint8")),
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): Function(_with_attributes),
     (_FLOAT8, "_make_float8_tensor_in_reduce_ex"): Float8Reference,
-    **{
-        (module, name): value
-        for module in ("builtins", "__builtin__")
-        for name, value in {
-            "set": set,
-            "frozenset": frozenset,
-            "list": list,
-            "dict": dict,
-            "tuple": tuple,
-            "int": int,
-            "float": float,
-            "complex": complex,
-            "bool": bool,
-            "bytes": bytes,
-            "bytearray": bytearray,
-            "str": str,
-            "slice": slice,
-            "object": object,
-            "getattr": _safe_getattr,
-        }.items()
-    },
+    **{(module, "getattr"): _safe_getattr for module in _BUILTIN_MODULES},
+    **{(module, kind.__name__): kind for module in _BUILTIN_MODULES for kind in _BUILTIN_CLASSES},
     ("__builtin__", "long"): int,  # names of Python 2, which protocol 2 uses
     ("__builtin__", "unicode"): str,
     **{("torch", name): StorageType(dtype_named(dtype)) for dtype, name in STORAGE_NAMES.items()},
@@ -154,10 +149,12 @@ def _resolve(module: str, name: str, where: str) -> Any:
     real = _REAL.get((module, name))
     if real is not None:
         return real
+    if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+        return Function(partial(_refuse_untyped, where))
     if module == "torch" and name in DTYPE_NAMES:
         return dtype_named(name)
     if module.startswith(_METADATA_MODULES):
-        return record_class(name)
+        return metadata_class(name)
     return stub_class(module, name, where)
 
 
@@ -182,9 +179,11 @@ class SafeUnpickler(CheckedUnpickler):
             raise UnsafePickleError("a pickle refers to a storage in an unknown way", where=self._where) from error
         if tag != "storage" or not isinstance(storage_type, StorageType) or type(key) not in (str, int):
             raise UnsafePickleError(
-                "a pickle refers to something that is not a storage", found=format_value(tag), where=self._where
+                "a pickle refers to something that is not a storage",
+                found=format_value((tag, storage_type)),
+                where=self._where,
             )
-        return StorageReference(storage_type.dtype, str(key), elements_of((numel,)))
+        return StorageReference(storage_type.dtype, str(key), checked_numel((numel,)))
 
 
 class _NotPlainError(Exception):
@@ -240,7 +239,7 @@ class _PlainUnpickler(pickle.Unpickler):
             if len(values) > _FEW or tuple in map(type, values) or self._is_one_of_many(arguments):
                 raise _NotPlainError
             return arguments
-        if isinstance(called[0], type) and issubclass(called[0], (Placeholder, Record)):
+        if isinstance(called[0], type) and issubclass(called[0], (Placeholder, MetadataStub)):
             return called[0](*arguments)
         if called[0] is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
             return arguments[0]

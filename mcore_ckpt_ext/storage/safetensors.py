@@ -14,16 +14,14 @@ from mcore_ckpt_ext.errors import (
     UnsupportedCheckpointError,
     format_value,
     shorten,
-    unreadable_file,
     with_indefinite_article,
 )
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.write_plan import OutputFile
-from mcore_ckpt_ext.storage.budget import elements_of, whole_number
-from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.budget import checked_numel, whole_number
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 
 WRITER = "mcore_ckpt_ext"
 """The writer in the header of every file of this package, which identifies it."""
@@ -67,21 +65,19 @@ class Declared:
         return prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
-def lay_out_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int]]:
-    """Plan a file, and return it with the first byte of each array."""
-    return _lay_out(name, arrays, {})
-
-
 def lay_out_checked_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int], list[int]]:
     """Plan a file with checksums; return it, and the first byte of each array and of its CRC-32 text."""
-    file, starts = _lay_out(name, arrays, {_CHECKSUMS: "0" * _DIGITS * len(arrays)})
+    file, starts = lay_out_file(name, arrays, {_CHECKSUMS: "0" * _DIGITS * len(arrays)})
     first = file.literals[0][1].index(f'"{_CHECKSUMS}": "'.encode()) + len(f'"{_CHECKSUMS}": "')
     order = {key: number for number, key in enumerate(sorted(array.key for array in arrays))}
     return file, starts, [first + _DIGITS * order[array.key] for array in arrays]
 
 
-def _lay_out(name: str, arrays: Sequence[Declared], about: Mapping[str, str]) -> tuple[OutputFile, list[int]]:
-    header: dict[str, Any] = {METADATA: {"format": "pt", "writer": WRITER, **about}}
+def lay_out_file(
+    name: str, arrays: Sequence[Declared], about: Mapping[str, str] | None = None
+) -> tuple[OutputFile, list[int]]:
+    """Plan a file, and return it with the first byte of each array; `about` goes into its `__metadata__`."""
+    header: dict[str, Any] = {METADATA: {"format": "pt", "writer": WRITER, **(about or {})}}
     starts = []
     at = 0
     for array in arrays:
@@ -100,7 +96,7 @@ def _lay_out(name: str, arrays: Sequence[Declared], about: Mapping[str, str]) ->
     return file, [begin + start for start in starts]
 
 
-def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, ...], RawArray]]:
+def list_arrays(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, ...], RawArray]]:
     """Return the key, the shape and the location of every array of a file.
 
     Arrays are adjacent, in any order, and fill the file, as the library requires (`validate` and `read_metadata`,
@@ -118,7 +114,7 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
             if key == METADATA:
                 continue
             shape = tuple(entry["shape"])
-            numel = elements_of(shape)
+            numel = checked_numel(shape)
             low, high = (begin + whole_number(place, "data_offsets") for place in entry["data_offsets"])
             if entry["dtype"] in _NOT_READ:
                 raise UnsupportedCheckpointError(
@@ -161,7 +157,7 @@ def _with_checksums(
     ]
 
 
-def read_arrays(reader: FolderReader, file: str) -> dict[str, Any]:
+def read_header(reader: FolderReader, file: str) -> dict[str, Any]:
     """Return the header of a file.
 
     Raises:
@@ -170,10 +166,10 @@ def read_arrays(reader: FolderReader, file: str) -> dict[str, Any]:
     return _header(reader, file)[0]
 
 
-def header_in(file: OutputFile) -> dict[str, Any]:
+def planned_header(file: OutputFile) -> dict[str, Any]:
     """Return the header of a planned file."""
     text = file.literals[0][1]
-    return dict(parsed(text[8:]))
+    return dict(parse_json(text[8:]))
 
 
 def declared_arrays(header: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +194,7 @@ def writer_of(reader: FolderReader, file: str) -> str | None:
         UnreadableCheckpointError: the file is not a safetensors file.
     """
     try:
-        writer = _header(reader, file)[0].get(METADATA, {}).get("writer")
+        writer = read_header(reader, file).get(METADATA, {}).get("writer")
     except AttributeError as error:
         raise _damaged(reader, file, error) from error
     return writer if isinstance(writer, str) else None
@@ -213,7 +209,7 @@ def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
             "the header is longer than the file", found=length, expected=size, where=str(reader.folder / file)
         )
     try:
-        header = parsed(reader.read(file, 8, length))
+        header = parse_json(reader.read(file, 8, length))
     except ValueError as error:
         raise _damaged(reader, file, error) from error
     if not isinstance(header, dict):
@@ -225,25 +221,6 @@ def _damaged(reader: FolderReader, file: str, error: Exception) -> UnreadableChe
     return UnreadableCheckpointError(
         "a safetensors file is damaged", found=shorten(str(error)), where=str(reader.folder / file)
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        UnreadableCheckpointError: the file is missing, or is not a JSON object.
-    """
-    try:
-        content = parsed(read_file(path.parent, path.name))
-        if not isinstance(content, dict):
-            raise ValueError("no object")
-    except OSError as error:
-        raise unreadable_file("a file of the checkpoint cannot be read", error, path) from error
-    except ValueError as error:
-        raise UnreadableCheckpointError(
-            "a file of the checkpoint is damaged", found=str(error), where=str(path)
-        ) from error
-    return content
 
 
 def check_index(recorded: Mapping[str, str], found: Mapping[str, str], index: Path, hint: str) -> None:
@@ -261,9 +238,3 @@ def check_index(recorded: Mapping[str, str], found: Mapping[str, str], index: Pa
             where=str(index),
             hint=hint,
         )
-
-
-def json_file(name: str, content: object, *, last: bool = False) -> OutputFile:
-    """Plan a JSON file."""
-    text = json.dumps(content, indent=2).encode() + b"\n"
-    return OutputFile(name, len(text), ((0, text),), last)

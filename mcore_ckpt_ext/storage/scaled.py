@@ -26,18 +26,18 @@ ReadCodes: TypeAlias = "Callable[[int, int], torch.Tensor]"
 """Reads codes or scales, given the index of the first and their number."""
 
 
-def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def decode(matrix: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode elements of a quantized matrix, in row-major order.
 
     Args:
-        extent: the quantized matrix.
+        matrix: the quantized matrix.
         first: index of the first element.
         count: number of elements.
         codes: reads the codes of the matrix.
         scales: reads the scales of the matrix.
     """
-    decoded = torch.empty(count, dtype=getattr(torch, extent.dtype))
-    columns = extent.columns
+    decoded = torch.empty(count, dtype=getattr(torch, matrix.dtype))
+    columns = matrix.columns
     start = 0
     while start < count:
         at = first + start
@@ -45,10 +45,10 @@ def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales:
         rows = max(1, _AT_ONCE // columns)
         if left or count - start < columns or columns > _AT_ONCE:
             stop = min(count, start + min(columns - left, _AT_ONCE))
-            decoded[start:stop] = _scale_one_row(extent, at, stop - start, codes, scales)
+            decoded[start:stop] = _scale_one_row(matrix, at, stop - start, codes, scales)
         else:
             stop = start + min(rows, (count - start) // columns) * columns
-            decoded[start:stop] = _whole_rows(extent, at // columns, (stop - start) // columns, codes, scales)
+            decoded[start:stop] = _whole_rows(matrix, at // columns, (stop - start) // columns, codes, scales)
         start = stop
     return decoded
 
@@ -58,24 +58,24 @@ def scaled_by(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
     return lambda first, count: scales(first, count).float() * common.float()
 
 
-def _scale_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
-    height, width = extent.block
-    row, left = divmod(first, extent.columns)
-    band = row // height * _across(extent)
+def _scale_one_row(matrix: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+    height, width = matrix.block
+    row, left = divmod(first, matrix.columns)
+    band = row // height * _blocks_across(matrix)
     begin = left // width
     end = -(-(left + count) // width)
-    of_blocks = _values(extent, scales(band + begin, end - begin))
-    return _read(extent, first, count, codes) * of_blocks[torch.arange(left, left + count) // width - begin]
+    of_blocks = _factors(matrix, scales(band + begin, end - begin))
+    return _numbers(matrix, first, count, codes) * of_blocks[torch.arange(left, left + count) // width - begin]
 
 
-def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _whole_rows(matrix: ScaleCodec, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode whole rows in place, band by band: every further pass over them costs as much as reading."""
-    (height, width), columns, across = extent.block, extent.columns, _across(extent)
+    (height, width), columns, across = matrix.block, matrix.columns, _blocks_across(matrix)
     first = row // height
     last = -(-(row + rows) // height)
-    grid = _values(extent, scales(first * across, (last - first) * across)).view(-1, across)
+    grid = _factors(matrix, scales(first * across, (last - first) * across)).view(-1, across)
     spread = grid if across == 1 else grid.repeat_interleave(width, dim=1)[:, :columns]
-    decoded = _read(extent, row * columns, rows * columns, codes).view(rows, columns)
+    decoded = _numbers(matrix, row * columns, rows * columns, codes).view(rows, columns)
     if height == 1:
         decoded *= spread
     else:
@@ -84,15 +84,15 @@ def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scale
     return decoded.view(-1)
 
 
-def _across(extent: ScaleCodec) -> int:
-    return -(-extent.columns // extent.block[1])
+def _blocks_across(matrix: ScaleCodec) -> int:
+    return -(-matrix.columns // matrix.block[1])
 
 
-def _read(extent: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
+def _numbers(matrix: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     """Return the numbers of codes in new memory, not scaled yet."""
-    if extent.packed:
+    if matrix.packed:
         numbers = _unpacked(first, count, codes)
-        return numbers if extent.common_scale is None else numbers.add_(0.0)  # ModelOpt has no negative zero
+        return numbers if matrix.common_scale is None else numbers.add_(0.0)  # ModelOpt has no negative zero
     numbers = codes(first, count)
     # A table is five times as fast on a CPU as torch's own conversion of fp8 (2.13, measured).
     if numbers.dtype.itemsize == 1 and numbers.is_floating_point():
@@ -106,12 +106,12 @@ def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(1 << 8, dtype=torch.uint8).view(dtype).float()
 
 
-def _values(extent: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
+def _factors(matrix: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
     factors = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
     if not torch.isfinite(factors).all():
         raise UnreadableCheckpointError(
             "a scale of quantized weights is not a finite number",
-            where=extent.scales.file,
+            where=matrix.scales.file,
             hint="the folder is damaged: download it again",
         )
     return factors

@@ -27,7 +27,7 @@ _OVERLOADED = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO), errno.EIO)
 
 
 @contextmanager
-def translated(where: object, verb: str = "read") -> Iterator[None]:
+def translate_errors(where: object, verb: str = "read") -> Iterator[None]:
     """Convert the errors of a store's library.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import Buffer, override
 
 from mcore_ckpt_ext.errors import StorageError, UnsupportedCheckpointError
-from mcore_ckpt_ext.storage.store_errors import raise_unless_missing, translated
+from mcore_ckpt_ext.storage.store_errors import raise_unless_missing, translate_errors
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
@@ -55,7 +55,7 @@ class StorePath:
             UnsupportedCheckpointError: the library for that store is not installed.
             StorageError: the library cannot be used, for example without credentials.
         """
-        with translated(address):
+        with translate_errors(address):
             try:
                 from fsspec.core import url_to_fs
 
@@ -86,7 +86,7 @@ class StorePath:
         root, scheme = ("/".join([*parts, ""]) for parts in (names, shown))
         return cls(files, root, scheme, PurePosixPath(*common))
 
-    def _beside(self, below: PurePosixPath) -> StorePath:
+    def _with_below(self, below: PurePosixPath) -> StorePath:
         return StorePath(self.files, self._root, self._scheme, below)
 
     @property
@@ -114,7 +114,7 @@ class StorePath:
         return self.key < other.key
 
     def __truediv__(self, name: str | PurePosixPath) -> StorePath:
-        return self._beside(self._below / name)
+        return self._with_below(self._below / name)
 
     @property
     def name(self) -> str:
@@ -139,16 +139,16 @@ class StorePath:
     @property
     def parent(self) -> StorePath:
         """The folder that contains it."""
-        return self._beside(self._below.parent)
+        return self._with_below(self._below.parent)
 
     @property
     def parents(self) -> tuple[StorePath, ...]:
         """All folders that contain it, the nearest first."""
-        return tuple(map(self._beside, self._below.parents))
+        return tuple(map(self._with_below, self._below.parents))
 
     def with_name(self, name: str) -> StorePath:
         """Return the path of another name in the same folder."""
-        return self._beside(self._below.with_name(name))
+        return self._with_below(self._below.with_name(name))
 
     def absolute(self) -> StorePath:
         """Return this path."""
@@ -167,7 +167,7 @@ class StorePath:
         return False
 
     def _info(self) -> Mapping[str, Any]:
-        with translated(self):
+        with translate_errors(self):
             info: Mapping[str, Any] = self.files.info(self.key)
         return info
 
@@ -195,7 +195,7 @@ class StorePath:
 
     def _entries(self) -> list[tuple[StorePath, bool]]:
         """Return what a folder holds, each with True for a folder."""
-        with translated(self):
+        with translate_errors(self):
             listed = self.files.ls(self.key, detail=True)
         names = ((str(about["name"]).rstrip("/"), about["type"] == "directory") for about in listed)
         return [(self / name.rpartition("/")[2], is_folder) for name, is_folder in names if name != self.key]
@@ -225,7 +225,7 @@ class StorePath:
         from fsspec.asyn import AsyncFileSystem
 
         lists_itself = getattr(type(self.files), "_find", AsyncFileSystem._find) is not AsyncFileSystem._find
-        with translated(self):
+        with translate_errors(self):
             options = {} if lists_itself else {"on_error": raise_unless_missing}
             listed = self.files.find(self.key, detail=True, **options)
         prefix = f"{self.key}/"
@@ -239,7 +239,7 @@ class StorePath:
         """Open a file for reading its bytes."""
         if mode != "rb":
             raise ValueError(f"files of stores are opened with mode 'rb', not {mode!r}")
-        with translated(self):
+        with translate_errors(self):
             return StoreFile(self.files.open(self.key, "rb"), str(self))
 
     def read_range(self, begin: int, end: int, at_once: int) -> list[bytes]:
@@ -249,7 +249,7 @@ class StorePath:
         """
         starts = list(range(begin, end, at_once))
         ends = [min(start + at_once, end) for start in starts]
-        with translated(self):
+        with translate_errors(self):
             parts: list[bytes] = self.files.cat_ranges([self.key] * len(starts), starts, ends, on_error="raise")
         for start, stop, part in zip(starts, ends, parts, strict=True):
             if len(part) != stop - start:
@@ -264,7 +264,7 @@ class StorePath:
 
     def read_bytes(self) -> bytes:
         """Return the bytes of a file."""
-        with translated(self):
+        with translate_errors(self):
             data: bytes = self.files.cat_file(self.key)
         return data
 
@@ -274,7 +274,7 @@ class StorePath:
 
     def write_bytes(self, data: bytes) -> None:
         """Write a file in one request, so that a reader sees the former content or the new one."""
-        with translated(self, "written"):
+        with translate_errors(self, "written"):
             self.files.pipe_file(self.key, data)
 
     def write_text(self, text: str) -> None:
@@ -283,17 +283,17 @@ class StorePath:
 
     def upload(self, local: Path) -> None:
         """Write a file with the content of a local one."""
-        with translated(self, "written"):
+        with translate_errors(self, "written"):
             self.files.put_file(str(local), self.key)
 
     def make_folder(self) -> None:
         """Create the folder and those that contain it, in stores that have folders."""
-        with translated(self, "written"):
+        with translate_errors(self, "written"):
             self.files.makedirs(self.key, exist_ok=True)
 
     def remove(self, *, recursive: bool = False) -> None:
         """Remove a file, or a folder with its content."""
-        with translated(self, "written"):
+        with translate_errors(self, "written"):
             self.files.rm(self.key, recursive=recursive)
 
     def forget_cache(self) -> None:
@@ -327,7 +327,7 @@ class StoreFile(io.RawIOBase):
     @override
     def readinto(self, buffer: Buffer) -> int:
         memory = memoryview(buffer).cast("B")
-        with translated(self._where):
+        with translate_errors(self._where):
             data = self._opened.read(len(memory))
         memory[: len(data)] = data
         return len(data)

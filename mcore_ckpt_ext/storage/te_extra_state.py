@@ -5,6 +5,7 @@ stream with a torch archive in 1.x. `_encode_extra_state` (megatron/core/extensi
 to 0.19.2) pickles the same for each expert. A state contains scales, amax histories, and the recipe, an object of one
 of a few classes that are written by name. In a plain pickle a tensor is a call with the bytes of its storage in torch's
 oldest format (`torch.storage._load_from_bytes`).
+
 The original bytes are never copied, because loading them runs the functions that they name.
 """
 
@@ -21,6 +22,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.storage.archive_writer import archive_of
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.dtypes import tensor_of
 from mcore_ckpt_ext.storage.pickle_allowlist import Name, pickle_in
 from mcore_ckpt_ext.storage.pickle_stubs import Function, Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.pickling import TreePickler
@@ -49,12 +51,12 @@ _SETTINGS: set[Name] = {
 }
 # Members of `Format` by name, as Python 3.11 pickles them, and the numbers of which they consist.
 _MEMBERS = {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
-_LOADED: Name = ("torch.storage", "_load_from_bytes")
-_OF_BYTES = {_LOADED, ("megatron.core.safe_globals", "safe_load_from_bytes")}
+_LOAD_FROM_BYTES: Name = ("torch.storage", "_load_from_bytes")
+_BYTES_LOADERS = {_LOAD_FROM_BYTES, ("megatron.core.safe_globals", "safe_load_from_bytes")}
 _PLAIN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2")}
 _PLAIN |= {(module, name) for module in ("builtins", "__builtin__") for name in ("getattr", "dict", "list", "tuple")}
 # The first bytes of torch's oldest format: two pickled numbers (torch/serialization.py, `_legacy_save`).
-_OLDEST = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
+_OLDEST_MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
 _DEEPEST = 20
 _STEPS_TO_COPY = 16
 PROTOCOL = 4
@@ -75,7 +77,7 @@ def read_state(content: bytes) -> dict[str, Any] | None:
     """
     try:
         archive = _Records(content) if content.startswith(b"PK") else None
-        state = _Unpickler.whole(pickle_in(content), archive) if content else None
+        state = _Unpickler.load_whole(pickle_in(content), archive) if content else None
         if state is not None and (type(state) is not dict or not all(type(key) is str for key in state)):
             raise TypeError(f"a {type(state).__name__}")
         _check(state)
@@ -104,7 +106,7 @@ def write_state(content: Mapping[str, Any], stream: bool) -> Any:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def same(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
     """Return whether two recipes or settings are equal."""
     return bool(_comparable(one) == _comparable(other))
 
@@ -189,7 +191,7 @@ class _Unpickler(SafeUnpickler):
             self.budget = Budget(archive.nbytes, "an extra state")
 
     @classmethod
-    def whole(cls, data: bytes, archive: _Records | None) -> Any:
+    def load_whole(cls, data: bytes, archive: _Records | None) -> Any:
         """Load a pickle, which must end where the data ends."""
         unpickler = cls(data, archive)
         state = unpickler.load()
@@ -198,8 +200,8 @@ class _Unpickler(SafeUnpickler):
         return state
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_BYTES:
-            return _stored
+        if (module, name) in _BYTES_LOADERS:
+            return _load_from_bytes
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return Function(self._tensor)
         if module == "torch" and name.endswith("Storage"):
@@ -209,7 +211,7 @@ class _Unpickler(SafeUnpickler):
         if (module, name) in {*_SETTINGS, _HELPER}:
             return placeholder_class(module, name)
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return _format_member
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
         raise TypeError(f"{module}.{name}"[:200])
@@ -220,7 +222,7 @@ class _Unpickler(SafeUnpickler):
             raise TypeError("a reference to something else than a record")
         data = self._archive.storage(key)
         self.budget.spend(_STEPS_TO_COPY * len(data), "copies of its storages")
-        return _numbers(data, kind, numel)
+        return _storage_of(data, kind, numel)
 
     def _tensor(self, storage: object, offset: Any, shape: Any, stride: Any, *_: object) -> torch.Tensor:
         numel = math.prod(shape)
@@ -232,16 +234,16 @@ class _Unpickler(SafeUnpickler):
         return torch.as_strided(storage, tuple(shape), tuple(stride), offset).contiguous()
 
 
-class _OfTensor(_Unpickler):
+class _NestedUnpickler(_Unpickler):
     """Reads a tensor in the bytes of a file, which contains no further file, as levels multiply work."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_BYTES:
+        if (module, name) in _BYTES_LOADERS:
             raise TypeError("a file within a file")
         return super().find_class(module, name)
 
 
-class _Oldest(_OfTensor):
+class _OldestFormatUnpickler(_NestedUnpickler):
     """Resolves the persistent references of torch's oldest format to dtype and length of a storage."""
 
     def persistent_load(self, reference: Any) -> Any:
@@ -252,11 +254,12 @@ class _Oldest(_OfTensor):
 
 
 @Function
-def _stored(data: object) -> torch.Tensor:
+def _load_from_bytes(data: object) -> torch.Tensor:
     """Return the storage or tensor in the bytes of a file that is embedded in a pickle."""
     if type(data) is not bytes:
         raise TypeError("a storage of something else than bytes")
-    tensor = _OfTensor.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _read_oldest_format(data)
+    is_archive = data.startswith(b"PK")
+    tensor = _NestedUnpickler.load_whole(pickle_in(data), _Records(data)) if is_archive else _read_oldest_format(data)
     if type(tensor) is not torch.Tensor:
         raise TypeError("bytes of something else than a tensor")
     return tensor
@@ -267,24 +270,24 @@ def _read_oldest_format(data: bytes) -> torch.Tensor:
 
     After the first bytes come the system's properties, the storage, a list of its key, its length and its elements.
     """
-    if not data.startswith(_OLDEST):
+    if not data.startswith(_OLDEST_MAGIC):
         raise ValueError("no storage")
-    rest = data[len(_OLDEST) :]
+    rest = data[len(_OLDEST_MAGIC) :]
     objects = []
     for _ in range(3):
-        unpickler = _Oldest(rest, None)
+        unpickler = _OldestFormatUnpickler(rest, None)
         objects.append(unpickler.load())
         rest = rest[unpickler.position :]
     kind, numel = objects[1]
     if type(numel) is not int or int.from_bytes(rest[:8], "little") != numel:
         raise ValueError("a storage of another length")
-    return _numbers(rest[8:], kind, numel)
+    return _storage_of(rest[8:], kind, numel)
 
 
-def _numbers(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
+def _storage_of(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
     if type(numel) is not int or len(data) != numel * kind.dtype.itemsize:
         raise ValueError("a storage of another length")
-    return torch.frombuffer(bytearray(data), dtype=kind.dtype.torch) if data else torch.empty(0, dtype=kind.dtype.torch)
+    return tensor_of(data, kind.dtype)
 
 
 @Function
@@ -293,7 +296,7 @@ def _format(value: object) -> Placeholder:
 
 
 @Function
-def _member(owner: object, name: object) -> Placeholder:
+def _format_member(owner: object, name: object) -> Placeholder:
     """Return a member of `Format`, given the call with which Python 3.11 pickles it."""
     if owner is not _format or name not in _MEMBERS:
         raise TypeError("an attribute")
@@ -306,15 +309,14 @@ class _Pickler(TreePickler):
     def _save_tensor(self, leaf: Any) -> None:
         if self._remembered(leaf):
             return
-        self._save_global(self._named(*_LOADED))
+        self._save_global(self._named(*_LOAD_FROM_BYTES))
         self.save((archive_of(leaf),))
         self.write(pickle.REDUCE)
         self.memoize(leaf)
 
-    def _checked(self, module: str, name: str) -> Name:
-        if (module, name) not in {*_SETTINGS, _HELPER, _FORMAT, _LOADED}:
+    def _check_writable(self, module: str, name: str) -> None:
+        if (module, name) not in {*_SETTINGS, _HELPER, _FORMAT, _LOAD_FROM_BYTES}:
             raise TypeError(f"{module}.{name}")
-        return module, name
 
     def _check_placeholder(self, obj: Placeholder) -> None:
         _check(obj)

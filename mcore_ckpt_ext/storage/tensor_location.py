@@ -1,4 +1,4 @@
-"""The location of a tensor's elements in a file."""
+"""The location of a tensor's elements in a file, and the template that finds it in like archives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorLocation:
         return prod(self.shape)
 
     @property
-    def gives(self) -> Dtype:
+    def decoded_dtype(self) -> Dtype:
         """The dtype of the elements once they are decoded."""
         return self.dtype if self.scaled is None else self.scaled[1]
 
@@ -63,7 +63,7 @@ class ArchiveTemplate:
     dtype: Dtype
     shape: tuple[int, ...]
 
-    def payload(self, reader: FolderReader, file: str, offset: int) -> TensorLocation | None:
+    def locate(self, reader: FolderReader, file: str, offset: int) -> TensorLocation | None:
         """Return the location of the elements in the archive at `offset` of `file`.
 
         Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.errors import format_value
-from mcore_ckpt_ext.storage.budget import elements_of
+from mcore_ckpt_ext.storage.budget import checked_numel
 from mcore_ckpt_ext.storage.dtypes import Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Stateless, origin_of
 
@@ -52,11 +52,11 @@ class TensorReference(Stateless):
         if not isinstance(storage, StorageReference):
             raise TypeError(f"a tensor without a storage: {format_value(storage)}")
         try:
-            elements_of(self.shape)
+            checked_numel(self.shape)
             if len(self.shape) != len(self.stride):
                 raise ValueError("as many strides as axes are needed")
             for number in (offset, *self.stride):
-                elements_of((number,))
+                checked_numel((number,))
         except ValueError as error:
             strides = format_value(self.stride)
             first = format_value(offset)
@@ -118,15 +118,15 @@ class Float8Reference(Stateless):
             raise ValueError(
                 f"an fp8 tensor of shape {format_value(shape)} on bytes of shape {format_value(data.shape)}"
             )
-        if scale.storage.dtype.name != "float32" or elements_of(scale.shape) != 1 or not isinstance(dtype, Dtype):
+        if scale.storage.dtype.name != "float32" or checked_numel(scale.shape) != 1 or not isinstance(dtype, Dtype):
             raise ValueError("an fp8 tensor with more than one scale, or of no dtype")
         self.data = data
         self.scale = scale
         self.dtype = dtype
-        self.fp8_dtype = _FLOAT8[_number(fp8_dtype)]
+        self.fp8_dtype = _FLOAT8[_enum_value(fp8_dtype)]
 
 
-def _number(dtype: object) -> object:
+def _enum_value(dtype: object) -> object:
     """Return the number or the name of a member of Transformer Engine's dtype enum.
 
     In 2.20 it is an `IntEnum`, pickled as a call with its number; before, an enum of pybind11, pickled with its number

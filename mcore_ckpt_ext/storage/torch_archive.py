@@ -21,14 +21,15 @@ from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, Unsup
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.crc32 import crc32
+from mcore_ckpt_ext.storage.dtypes import tensor_of
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_location import ArchiveTemplate, TensorLocation
 from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, TensorReference
-from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
+from mcore_ckpt_ext.storage.zip_directory import Record, plain_directory
 
-# Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
+# Local file header of a record (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END = 4096
 _SHORT = 64
@@ -37,7 +38,9 @@ _SMALL = 512
 _STEPS_TO_KEEP = 16  # storing a byte costs more than visiting it
 _BYTE_ORDER = "byteorder"
 _DESCRIBING = ("data.pkl", _BYTE_ORDER)
-WRITER_MEMBER = ".data/writer"
+ByteRange = tuple[str, int, int]
+"""Consecutive bytes of a file, such as an archive or a raw array: the file, the first byte, the length."""
+WRITER_RECORD = ".data/writer"
 """The record with the writing program, next to torch's `.data/serialization_id`; torch reads neither."""
 
 
@@ -66,7 +69,7 @@ class TorchArchive:
         self._ends = self._read_ends()
         try:
             self._directory = plain_directory(self._ends[-1][1], self._length)
-            self._members = _unambiguous(self._directory.members if self._directory else self._members_by_zipfile())
+            self._records = _unambiguous(self._directory.records if self._directory else self._records_by_zipfile())
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error) as error:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is not a torch archive: it is damaged, or its metadata "
@@ -75,13 +78,13 @@ class TorchArchive:
                 where=self.where,
             ) from error
 
-        self.has_checksums = any(member.CRC for member in self._members.values())
+        self.has_checksums = any(record.CRC for record in self._records.values())
 
-    def _members_by_zipfile(self) -> list[Member]:
+    def _records_by_zipfile(self) -> list[Record]:
         with zipfile.ZipFile(cast("IO[bytes]", Window(self._read, self._length))) as archive:
             return [
-                Member(info.filename, info.header_offset, info.file_size, info.CRC, info.compress_type)
-                for info in archive.infolist()
+                Record(record.filename, record.header_offset, record.file_size, record.CRC, record.compress_type)
+                for record in archive.infolist()
             ]
 
     def _read_ends(self) -> tuple[tuple[int, bytes], ...]:
@@ -100,25 +103,25 @@ class TorchArchive:
         return self._reader.read(self._file, self._offset + position, count)
 
     @property
-    def place(self) -> tuple[str, int, int]:
-        """The file, and the archive's first byte and length in it."""
+    def byte_range(self) -> ByteRange:
+        """The bytes of the archive in its file."""
         return self._file, self._offset, self._length
 
     @property
     def names(self) -> Sequence[str]:
         """Names of the records."""
-        return list(self._members)
+        return list(self._records)
 
     @property
-    def content(self) -> tuple[tuple[int, int], ...] | None:
+    def storage_checksums(self) -> tuple[tuple[int, int], ...] | None:
         """Size and checksum of each storage; if one differs, the archives have different elements.
 
         None without checksums.
         """
         if not self.has_checksums:
             return None
-        storages = (member for name, member in self._members.items() if name.startswith("data/"))
-        return tuple((member.file_size, member.CRC) for member in storages)
+        storages = (record for name, record in self._records.items() if name.startswith("data/"))
+        return tuple((record.file_size, record.CRC) for record in storages)
 
     @property
     def where(self) -> str:
@@ -127,10 +130,10 @@ class TorchArchive:
 
     def load(self) -> Any:
         """Unpickle the archived object safely; tensors become `TensorReference` objects."""
-        start, info = self._record("data.pkl")
+        start, record = self._record("data.pkl")
         self._check_byte_order()
-        data = self._read(start, info.file_size)
-        if self.has_checksums and crc32(data) != info.CRC:
+        data = self._read(start, record.file_size)
+        if self.has_checksums and crc32(data) != record.CRC:
             raise self._damaged("data.pkl")
         if data.startswith(_TENSOR) and len(data) <= _SMALL and (tensor := _tensor_of(data)) is not None:
             return tensor
@@ -140,10 +143,10 @@ class TorchArchive:
 
     def _check_byte_order(self) -> None:
         """Refuse archives of the other byte order, which torch converts (`torch/serialization.py`, `_load`)."""
-        if _BYTE_ORDER not in self._members:
+        if _BYTE_ORDER not in self._records:
             return
-        start, info = self._record(_BYTE_ORDER)
-        byte_order = self._read(start, min(info.file_size, _SHORT))
+        start, record = self._record(_BYTE_ORDER)
+        byte_order = self._read(start, min(record.file_size, _SHORT))
         if byte_order != b"little":
             raise UnsupportedCheckpointError(
                 "a record was written by a machine with another order of bytes",
@@ -153,28 +156,28 @@ class TorchArchive:
                 hint="load it on such a machine, and save it with torch.serialization.set_default_load_endianness",
             )
 
-    def payload(self, tensor: TensorReference) -> TensorLocation:
+    def locate(self, tensor: TensorReference) -> TensorLocation:
         """Return the location of a tensor's elements.
 
         Raises:
             UnreadableCheckpointError: the tensor is not contiguous, or is larger than the record of its storage.
         """
-        start, info = self._record(f"data/{tensor.storage.key}")
+        start, record = self._record(f"data/{tensor.storage.key}")
         dtype = tensor.storage.dtype
         location = TensorLocation(
             self._file, self._offset + start + tensor.offset * dtype.itemsize, dtype, tensor.shape
         )
         end = (tensor.offset + location.numel) * dtype.itemsize
-        if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > info.file_size:
+        if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > record.file_size:
             raise UnreadableCheckpointError(
                 "a tensor does not fit its record",
-                found=f"a record of {info.file_size} bytes",
+                found=f"a record of {record.file_size} bytes",
                 expected=f"shape {tensor.shape}, strides {tensor.stride}, {dtype} from element {tensor.offset}",
                 where=self.where,
             )
         return location
 
-    def scaled_payload(self, tensor: Float8Reference) -> TensorLocation:
+    def locate_scaled(self, tensor: Float8Reference) -> TensorLocation:
         """Return the location of an fp8 tensor's elements.
 
         Raises:
@@ -183,24 +186,24 @@ class TorchArchive:
         (scale,) = self.with_values([tensor.scale])
         if not math.isfinite(scale):
             raise UnreadableCheckpointError("the scale of an fp8 tensor is not a number", where=self.where)
-        return replace(self.payload(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
+        return replace(self.locate(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
 
-    def template(self, tensor: TensorReference, payload: TensorLocation) -> ArchiveTemplate | None:
+    def template(self, tensor: TensorReference, location: TensorLocation) -> ArchiveTemplate | None:
         """Return a template for other archives that contain only a tensor of the same shape and dtype.
 
         Returns:
             None if the description of the tensor is not within the first bytes, or the directory is not plain.
         """
         front = self._ends[0][1]
-        start = payload.offset - self._offset
-        described = max((self._members[name].header_offset for name in _DESCRIBING if name in self._members), default=0)
+        start = location.offset - self._offset
+        described = max((self._records[name].header_offset for name in _DESCRIBING if name in self._records), default=0)
         if self._directory is None or tensor.offset or not described < start <= len(front):
             return None
         begin = self._directory.begin
         directory = self._ends[-1][1][begin:]
-        marks = [0, *(place - begin for place in self._directory.checksums), len(directory)]
+        marks = [0, *(position - begin for position in self._directory.checksums), len(directory)]
         kept = [slice(a + 4 * bool(number), b) for number, (a, b) in enumerate(pairwise(marks))]
-        return ArchiveTemplate(self._length, front[:start], directory, kept, payload.dtype, payload.shape)
+        return ArchiveTemplate(self._length, front[:start], directory, kept, location.dtype, location.shape)
 
     def with_values(self, tree: Any) -> Any:
         """Read the tensors of a small object that `load` returned, such as the state of a gradient scaler.
@@ -218,11 +221,11 @@ class TorchArchive:
         def values(node: Any) -> Any:
             if isinstance(node, TensorReference):
                 if node not in read:
-                    place = self.payload(node)
+                    location = self.locate(node)
                     if node.storage.key not in verified:
                         self.verify_checksums(only=f"data/{node.storage.key}")
                         verified.add(node.storage.key)
-                    read[node] = self._values(place, budget)
+                    read[node] = self._values(location, budget)
                 return read[node]
             if isinstance(node, dict):
                 return {key: values(value) for key, value in node.items()}
@@ -234,20 +237,18 @@ class TorchArchive:
 
         return values(tree)
 
-    def _values(self, place: TensorLocation, budget: Budget) -> torch.Tensor:
-        nbytes = place.numel * place.dtype.itemsize
+    def _values(self, location: TensorLocation, budget: Budget) -> torch.Tensor:
+        nbytes = location.numel * location.dtype.itemsize
         budget.spend(_STEPS_TO_KEEP * nbytes, "copies of its tensors")
-        data = self._reader.read(place.file, place.offset, nbytes)
-        if not data:  # torch.frombuffer refuses an empty buffer
-            return torch.empty(0, dtype=place.dtype.torch).reshape(place.shape)
-        return torch.frombuffer(bytearray(data), dtype=place.dtype.torch).reshape(place.shape)
+        data = self._reader.read(location.file, location.offset, nbytes)
+        return tensor_of(data, location.dtype).reshape(location.shape)
 
     def writer(self) -> str | None:
         """Return the writing program that the archive names (`plan_archive`); None if it names none."""
-        if WRITER_MEMBER not in self._members:
+        if WRITER_RECORD not in self._records:
             return None
-        start, info = self._record(WRITER_MEMBER)
-        return self._read(start, min(info.file_size, _SHORT)).decode(errors="replace")
+        start, record = self._record(WRITER_RECORD)
+        return self._read(start, min(record.file_size, _SHORT)).decode(errors="replace")
 
     def verify_checksums(self, only: str | None = None) -> None:
         """Compare the CRC-32 of all records, or of one, with the directory, if it has checksums.
@@ -257,38 +258,38 @@ class TorchArchive:
         """
         if not self.has_checksums:
             return
-        for name in self._members if only is None else (only,):
-            begin, size, expected = self.place_of(name)
+        for name in self._records if only is None else (only,):
+            begin, size, expected = self.find_record(name)
             if self._reader.checksum(self._file, begin, size) != expected:
                 raise self._damaged(name)
 
-    def place_of(self, name: str) -> tuple[int, int, int]:
+    def find_record(self, name: str) -> tuple[int, int, int]:
         """Return the first byte of a record in the file, its size, and its CRC-32 from the directory.
 
         Raises:
             UnreadableCheckpointError: the record does not exist, or lies outside of the archive.
         """
-        start, info = self._record(name)
-        return self._offset + start, info.file_size, info.CRC
+        start, record = self._record(name)
+        return self._offset + start, record.file_size, record.CRC
 
     def _damaged(self, record: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
             "a record of the checkpoint is damaged: its checksum differs", where=f"{self.where}, record {record}"
         )
 
-    def _record(self, name: str) -> tuple[int, Member]:
+    def _record(self, name: str) -> tuple[int, Record]:
         """Return the position of a record's content in the archive, and its directory entry."""
-        info = self._members.get(name)
-        if info is None or info.compress_type != zipfile.ZIP_STORED:
+        record = self._records.get(name)
+        if record is None or record.compress_type != zipfile.ZIP_STORED:
             raise UnreadableCheckpointError(
-                "a torch archive lacks a record", expected=name, found=sorted(self._members)[:8], where=self.where
+                "a torch archive lacks a record", expected=name, found=sorted(self._records)[:8], where=self.where
             )
-        header = self._read(info.header_offset, _LOCAL_HEADER.size)
+        header = self._read(record.header_offset, _LOCAL_HEADER.size)
         signature, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        if signature != b"PK\x03\x04" or start + info.file_size > self._length:
+        start = record.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        if signature != b"PK\x03\x04" or start + record.file_size > self._length:
             raise UnreadableCheckpointError("a record lies outside of its archive", where=f"{self.where}, {name}")
-        return start, info
+        return start, record
 
 
 @lru_cache(maxsize=4096)
@@ -301,23 +302,20 @@ def _tensor_of(data: bytes) -> TensorReference | None:
     return None
 
 
-def _unambiguous(members: list[Member]) -> dict[str, Member]:
+def _unambiguous(records: list[Record]) -> dict[str, Record]:
     """Return the records by name, without the archive's top folder.
 
     Raises:
         ValueError: readers could choose different records for one name. torch uses the first record of a name in the
             top folder of the first record, and ignores case (miniz, `mz_zip_reader_locate_file_v2`).
     """
-    records = {name_in_archive(info.filename): info for info in members}
-    if len({name.casefold() for name in records}) != len(members) or len({_top(info) for info in members}) > 1:
+    by_name = {name_in_archive(record.filename): record for record in records}
+    tops = {record.filename.partition("/")[0] for record in records}
+    if len({name.casefold() for name in by_name}) != len(records) or len(tops) > 1:
         raise ValueError("it has more than one record of a name, or more than one top folder")
-    return records
+    return by_name
 
 
-def _top(member: Member) -> str:
-    return member.filename.partition("/")[0]
-
-
-def name_in_archive(member: str) -> str:
+def name_in_archive(record: str) -> str:
     """Return a record's name without the archive's top folder: `data/0` for `archive/data/0`."""
-    return member.partition("/")[2]
+    return record.partition("/")[2]

@@ -22,7 +22,7 @@ _PLAIN = "tag:yaml.org,2002:"
 _Sized: TypeAlias = tuple[Any, int]
 
 
-def parsed_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML into dicts with strings as keys, lists, and plain values.
 
     Args:
@@ -53,7 +53,7 @@ def parsed_yaml(text: str, where: str) -> Any:
         raise ValueError(f"it is nested too deeply: {message}" if is_deep else message) from error
 
 
-def dumped_yaml(content: Any) -> str:
+def dump_yaml(content: Any) -> str:
     """Return plain values as YAML.
 
     Raises:

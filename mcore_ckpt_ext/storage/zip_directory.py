@@ -19,7 +19,7 @@ _ELSEWHERE = 0xFFFFFFFF  # the number is stored in the extra field
 _ENCRYPTED_OR_PATCHED = 0x61
 
 
-class Member(NamedTuple):
+class Record(NamedTuple):
     """A record of an archive; the fields are named as in `zipfile.ZipInfo`."""
 
     filename: str
@@ -32,7 +32,7 @@ class Member(NamedTuple):
 class Directory(NamedTuple):
     """A plain directory: its records, its first byte and the position of each checksum in the last bytes."""
 
-    members: list[Member]
+    records: list[Record]
     begin: int
     checksums: list[int]
 
@@ -52,7 +52,7 @@ def plain_directory(tail: bytes, length: int) -> Directory | None:
     if end is None:
         return None
     position, last, entries = end
-    members = []
+    records = []
     begin = position
     checksums = []
     for _ in range(entries):
@@ -69,14 +69,15 @@ def plain_directory(tail: bytes, length: int) -> Directory | None:
             return None
         if position > last or not name.isascii() or b"\0" in name or b"\\" in name:
             return None
-        members.append(Member(name.decode("ascii"), fields[18], unpacked, checksum, 0))
-    return Directory(members, begin, checksums) if members and position == last else None
+        records.append(Record(name.decode("ascii"), fields[18], unpacked, checksum, 0))
+    return Directory(records, begin, checksums) if records and position == last else None
 
 
 def readable_records(archive: ZipFile) -> list[ZipInfo]:
     """Return the records of torch's archive so that all can be read.
 
-    If it has no checksums (see `TorchArchive.has_checksums`), the standard library would refuse every record.
+    If it has no checksums (see `TorchArchive.has_checksums`), the standard library would refuse every record, unless
+    it finds no `CRC` at all (`ZipExtFile.__init__`).
     """
     records = archive.infolist()
     if not any(record.CRC for record in records):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Record
+from mcore_ckpt_ext.storage.pickle_stubs import MetadataStub, Placeholder
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler, _PlainUnpickler
 from tests.fuzz import edits
@@ -44,7 +44,7 @@ def test_the_two_ways_agree_about_indexes_that_were_changed(name: str) -> None:
 def described(tree: object) -> object:
     """What an index says, in a form that can be compared."""
     match tree:
-        case Record():
+        case MetadataStub():
             return type(tree).__name__, described(vars(tree))
         case Placeholder():
             return tree.pickled_module, tree.pickled_name, described(vars(tree)["arguments"])

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
 from mcore_ckpt_ext.megatron.load_decision import packs_otherwise
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, SharedIndex, digest_of_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, SharedIndex, read_index_digest
 from tests.harness.checkpoints import Fixture, everything_in, fixture_named
 from tests.harness.damage import recorded_digests
 from tests.harness.jobs import differing
@@ -65,7 +65,9 @@ STALE = {
 
 
 def test_a_published_sidecar_is_bound_to_its_index(remainders: Fixture) -> None:
-    assert json.loads((remainders.iteration / FILE_NAME).read_text())["index"] == digest_of_index(remainders.iteration)
+    assert json.loads((remainders.iteration / FILE_NAME).read_text())["index"] == read_index_digest(
+        remainders.iteration
+    )
     checkpoint = open_checkpoint(remainders.run)
     assert checkpoint.sidecar is not None
     assert checkpoint.sidecar_problem is None

@@ -132,13 +132,13 @@ def test_two_at_once(store: Any, tmp_path: Path) -> None:
     """Nothing is there yet but the claim of the first, whose first file may take minutes."""
     (tmp_path / "file").write_text("first")
     first, second, third = (Upload(as_path(store / "run"), fingerprint) for fingerprint in ("one", "one", "other"))
-    first.open(force=False, resume=False)
+    first.open(resume=False)
     with pytest.raises(DestinationError, match="under way, or was interrupted.*--resume"):
-        second.open(force=False, resume=False)
+        second.open(resume=False)
     with pytest.raises(DestinationError, match="had another source"):
-        third.open(force=False, resume=True)
+        third.open(resume=True)
     first.put(tmp_path / "file", "file")
-    second.open(force=False, resume=True)
+    second.open(resume=True)
     with pytest.raises(DestinationError, match="another conversion took"):
         first.put(tmp_path / "file", "file")
 

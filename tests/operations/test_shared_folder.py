@@ -13,7 +13,7 @@ import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import DestinationError
-from mcore_ckpt_ext.storage.atomic_files import replace
+from mcore_ckpt_ext.storage.atomic_files import replace_files
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import Publication
 from tests.harness.checkpoints import fixture_named
@@ -112,8 +112,8 @@ def test_links_below_are_not_followed(name: str, resume: bool, shared: Path, vic
     publication = Publication(shared / "out", WORK)
     try:
         publication.open(resume=resume)
-        publication.note(0, 0)
-        publication.done()
+        publication.record_finished(0, 0)
+        publication.finished_records()
     except DestinationError:
         pass
     finally:
@@ -143,7 +143,7 @@ def test_a_folder_that_is_swapped_meanwhile_changes_nothing(shared: Path, victim
     unfinished(shared).symlink_to(victim.parent)
     descriptor = publication.content.open("file", os.O_WRONLY | os.O_CREAT)
     os.close(descriptor)
-    publication.note(0, 0)
+    publication.record_finished(0, 0)
     assert sorted(path.name for path in (shared / "moved").iterdir()) == ["content", "journal0", "lock", "work"]
     publication.publish()
     publication.close()
@@ -209,6 +209,6 @@ def with_zeros(unfinished: Path) -> None:
 def test_a_planted_link_for_a_small_file_is_not_followed(shared: Path, victim: Path) -> None:
     """The tracker of a run folder, which is replaced in one step."""
     (shared / "tracker.txt.partial").symlink_to(victim)
-    replace({shared / "tracker.txt": "100"})
+    replace_files({shared / "tracker.txt": "100"})
     assert (shared / "tracker.txt").read_text() == "100"
     assert victim.read_text() == "secret"

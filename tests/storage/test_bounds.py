@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, format_value
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, elements_of
+from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, checked_numel
 from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.dcp_metadata import index_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode
-from mcore_ckpt_ext.storage.pickle_stubs import record_class
+from mcore_ckpt_ext.storage.pickle_stubs import metadata_class
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.safe_pickle import _NotPlainError, _PlainUnpickler, safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -125,7 +125,7 @@ def test_an_index_whose_offsets_have_one_hash_is_refused() -> None:
 def test_an_index_whose_records_have_one_hash_is_refused() -> None:
     """-1 and -2 have one hash; whether an offset is within its array is checked later."""
     offsets = list(itertools.product((-1, -2), repeat=9))
-    records = [record_class("MetadataIndex")() for _ in offsets]
+    records = [metadata_class("MetadataIndex")() for _ in offsets]
     for record, offset in zip(records, offsets, strict=True):
         record.__setstate__({"fqn": "weight", "offset": offset})
     with pytest.raises(ValueError, match="512 keys that have one hash"):
@@ -232,11 +232,11 @@ def test_a_budget_grows_with_the_bytes_read() -> None:
 
 
 def test_elements_are_counted_of_shapes_that_can_be() -> None:
-    assert elements_of((3, 4, 0)) == 0
-    assert elements_of(()) == 1
+    assert checked_numel((3, 4, 0)) == 0
+    assert checked_numel(()) == 1
     for shape in ((MOST_ELEMENTS,), (True,), (1 << 55, 1 << 55), (1,) * 65):
         with pytest.raises(ValueError, match="an array"):
-            elements_of(shape)
+            checked_numel(shape)
 
 
 @pytest.mark.parametrize(

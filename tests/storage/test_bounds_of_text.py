@@ -24,7 +24,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedParameter
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, read_tracker
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode
-from mcore_ckpt_ext.storage.safetensors import read_header
+from mcore_ckpt_ext.storage.safetensors import list_arrays
 from tests.harness.bounds import in_bounds
 from tests.harness.checkpoints import fixture_named, recorded_layout
 from tests.harness.damage import without_digests
@@ -80,7 +80,7 @@ def test_a_shape_that_no_tensor_has_is_refused(shape: list[object], tmp_path: Pa
 
     def read() -> None:
         with FolderReader(tmp_path) as reader:
-            list(read_header(reader, "a.safetensors"))
+            list(list_arrays(reader, "a.safetensors"))
 
     assert in_bounds(read).startswith("UnreadableCheckpointError: a safetensors file is damaged")
 
@@ -114,11 +114,11 @@ def test_arrays_of_a_safetensors_file_fill_it(arrays: dict[str, list[int]], mess
     with FolderReader(tmp_path) as reader:
         if message:
             with pytest.raises(UnreadableCheckpointError, match=message):
-                read_header(reader, "a.safetensors")
+                list_arrays(reader, "a.safetensors")
             with pytest.raises(SafetensorError):
                 safetensors.torch.load(content)
         else:
-            assert {key for key, *_ in read_header(reader, "a.safetensors")} == set(safetensors.torch.load(content))
+            assert {key for key, *_ in list_arrays(reader, "a.safetensors")} == set(safetensors.torch.load(content))
 
 
 def test_config_json_requires_no_more_than_the_folder_can_hold(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
-from mcore_ckpt_ext.storage.checksums import Checksums, Confirmed, Place
-from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
+from mcore_ckpt_ext.storage.checksums import Checksums, LenientChecksums
+from mcore_ckpt_ext.storage.crc32 import combine_crc32, crc32, crc32_from_pieces
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.storage.torch_archive import ByteRange, TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
@@ -48,17 +48,17 @@ def test_without_isal_there_is_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
     without = runpy.run_path(str(Path(mcore_ckpt_ext.__file__).parent / "storage" / "crc32.py"))
     assert without["crc32"] is zlib.crc32
-    assert without["checksum"](memoryview(b"abc"), [(1, 2, zlib.crc32(b"b"))]) == zlib.crc32(b"abc")
+    assert without["crc32_from_pieces"](memoryview(b"abc"), [(1, 2, zlib.crc32(b"b"))]) == zlib.crc32(b"abc")
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_a_checksum_of_appended_data(first: bytes, second: bytes) -> None:
-    assert appended(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    assert combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 def test_long_ones_follow_the_same_rule() -> None:
     data = bytes(range(251)) * 40_003
-    assert appended(zlib.crc32(data[:77]), zlib.crc32(data[77:]), len(data) - 77) == zlib.crc32(data)
+    assert combine_crc32(zlib.crc32(data[:77]), zlib.crc32(data[77:]), len(data) - 77) == zlib.crc32(data)
 
 
 @given(st.binary(min_size=1, max_size=200), st.sets(st.integers(0, 200), max_size=6), st.booleans())
@@ -68,7 +68,7 @@ def test_pieces_that_are_known_are_not_looked_at(data: bytes, cuts: set[int], od
     unseen = bytearray(data)
     for start, stop, _ in known:
         unseen[start:stop] = bytes(stop - start)
-    assert checksum(memoryview(unseen), known, zlib.crc32(b"before")) == zlib.crc32(b"before" + data)
+    assert crc32_from_pieces(memoryview(unseen), known, zlib.crc32(b"before")) == zlib.crc32(b"before" + data)
 
 
 class Stored:
@@ -84,7 +84,7 @@ class Stored:
         self.extent = ArchivedTensor("file", 6, len(archive.getvalue()), "float32", (NUMEL,))
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ByteRange:
         return self.extent.file, self.extent.offset, self.extent.length
 
     def looked_at(self, kind: type[Checksums] = Checksums) -> tuple[Checksums, TensorLocation]:
@@ -135,7 +135,7 @@ def test_unverified_files_are_read(stored: Stored) -> None:
 
 
 def test_only_unverified_files_are_read(stored: Stored) -> None:
-    checksums, payload = stored.looked_at(Confirmed)
+    checksums, payload = stored.looked_at(LenientChecksums)
     passing(checksums, payload, stored.data, [0, 3000])
     checksums.add_piece(payload, 5000, memoryview(stored.data)[5000:-100])
     before = checksums._reader.bytes_read
@@ -147,7 +147,7 @@ def test_only_unverified_files_are_read(stored: Stored) -> None:
 
 def test_rows_that_are_not_packed_in_memory_pass(stored: Stored) -> None:
     """As the columns of a matrix that tensor-parallel ranks share."""
-    checksums, payload = stored.looked_at(Confirmed)
+    checksums, payload = stored.looked_at(LenientChecksums)
     rows = Runs(*(numpy.array([number]) for number in (0, 1, 10, NUMEL // 10, 10, 17)))
     plan, room = Plan([], [Copy(stored.extent, 0, rows)]), torch.empty(NUMEL * 17 // 10)
     Transfer(checksums._reader).execute(plan, [room])
@@ -172,7 +172,7 @@ def test_small_files_are_compared_at_once(stored: Stored, monkeypatch: pytest.Mo
 
 
 def test_an_archive_is_right_when_its_last_piece_has_passed(stored: Stored) -> None:
-    checksums, payload = stored.looked_at(Confirmed)
+    checksums, payload = stored.looked_at(LenientChecksums)
     passing(checksums, payload, stored.data, [0, 3000])
     assert checksums.verified == set()
     passing(checksums, payload, stored.data, [3000, len(stored.data)])
@@ -181,7 +181,7 @@ def test_an_archive_is_right_when_its_last_piece_has_passed(stored: Stored) -> N
 
 def test_a_small_archive_is_right_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
-    assert stored.looked_at(Confirmed)[0].verified == {stored.place}
+    assert stored.looked_at(LenientChecksums)[0].verified == {stored.place}
 
 
 @pytest.mark.parametrize("worth", [1024, 1 << 20])
@@ -190,7 +190,7 @@ def test_damage_is_not_right_and_refuses_nothing(worth: int, stored: Stored, mon
     monkeypatch.setattr(Checksums, "WORTH", worth)
     stored.damage()
     reader = FolderReader(stored.path.parent)
-    checksums = Confirmed(reader)
+    checksums = LenientChecksums(reader)
     payloads = TensorLocations(reader, checksums)
     plan = Plan(
         [], [Copy(stored.extent, 0, Runs(*(numpy.array([number]) for number in (0, 0, NUMEL, 1, NUMEL, NUMEL))))]
@@ -205,8 +205,8 @@ def test_a_damaged_record_next_to_the_elements_is_found(stored: Stored) -> None:
     """The elements pass, and are right; the archive is not, for another of its records is damaged."""
     archive = TorchArchive(FolderReader(stored.path.parent), *stored.place)
     (name,) = (name for name in archive.names if name.endswith("serialization_id"))
-    flip(stored.path, archive.place_of(name)[0])
-    checksums, payload = stored.looked_at(Confirmed)
+    flip(stored.path, archive.find_record(name)[0])
+    checksums, payload = stored.looked_at(LenientChecksums)
     passing(checksums, payload, stored.data, [0, 3000, len(stored.data)])
     assert checksums.verified == set()
 

@@ -154,7 +154,7 @@ def test_an_index_shared_by_another_rank_is_parsed_and_lacks_the_plans(
     lent_here = SharedIndex(tmp_path, data).without_plans()
     assert (len(lent_here.data) < len(data), lent_here.size) == (True, len(data))
     there = pickle.loads(pickle.dumps(lent_here))
-    monkeypatch.setattr(dcp_index, "_parsed", None)
+    monkeypatch.setattr(dcp_index, "_parse", None)
     assert there.index == lent_here.index
     assert there.index.has_plans
     assert (there.folder, there.data, there.size) == (tmp_path, lent_here.data, len(data))
@@ -214,7 +214,7 @@ def test_chunks_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
     assert replace(array, chunks=expected) == array
     assert list(array.archives()) == list(replace(array, chunks=expected).archives())
     for axis in range(len(shape)):
-        assert [*map(list, array.column(axis))] == [*map(list, replace(array, chunks=expected).column(axis))]
+        assert [*map(list, array.bounds_on(axis))] == [*map(list, replace(array, chunks=expected).bounds_on(axis))]
 
 
 def of_record(**what: Any) -> Damage:
@@ -272,7 +272,7 @@ def test_chunks_that_are_refused_leave_nothing_behind() -> None:
     with pytest.raises(TypeError):
         table.extend("float32", 1, ["file"], [0], [1], [(0,)], [(1.5,)])  # type: ignore[list-item]
     assert table.files == []
-    assert not any((table.numbers, table.begins, table.lengths, table.offsets, table.sizes))
+    assert not any((table.file_numbers, table.begins, table.lengths, table.offsets, table.sizes))
 
 
 def with_object(folder: Path) -> tuple[bytes, Path]:

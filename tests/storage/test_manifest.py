@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing, manifest_text, read_manifest
+from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing_tensors, manifest_text, read_manifest
 
 DIGEST, OTHER = ("0123456789abcdef" * 4, "f" * 64)
 TENSOR = TensorDigest("weight", "decoder.final_norm.weight", "bfloat16", (3, 0), DIGEST)
@@ -76,8 +76,10 @@ def test_differences_of_tensors() -> None:
     changed = TensorDigest(TENSOR.kind, TENSOR.name, TENSOR.dtype, TENSOR.shape, OTHER)
     cast = TensorDigest(TENSOR.kind, TENSOR.name, "float32", TENSOR.shape, DIGEST)
     extra = TensorDigest("exp_avg", TENSOR.name, "float32", TENSOR.shape, DIGEST)
-    assert differing([TENSOR], [TENSOR]) == []
-    found = [what for other in ([], [changed], [cast], [TENSOR, extra]) for _, what in differing([TENSOR], other)]
+    assert differing_tensors([TENSOR], [TENSOR]) == []
+    found = [
+        what for other in ([], [changed], [cast], [TENSOR, extra]) for _, what in differing_tensors([TENSOR], other)
+    ]
     assert [what.partition(":")[0].partition(" (")[0] for what in found] == [
         "missing", f"its SHA-256 is {OTHER[:16]}..., recorded is {DIGEST[:16]}...", "it is float32",
         "it is not recorded",

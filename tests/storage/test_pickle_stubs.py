@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_ckpt_ext.storage.dcp_index import read_index
-from mcore_ckpt_ext.storage.pickle_stubs import TensorProperties, record_class
+from mcore_ckpt_ext.storage.pickle_stubs import TensorProperties, metadata_class
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -48,6 +48,6 @@ def test_nothing_else_is_a_property(state: tuple[object, ...]) -> None:
 
 def test_a_record_is_shown_without_its_attributes() -> None:
     """They may refer to the record itself."""
-    record = record_class("Metadata")()
+    record = metadata_class("Metadata")()
     record.__setstate__({"itself": record})
     assert repr(record) == "<Metadata>"

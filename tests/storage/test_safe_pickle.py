@@ -21,7 +21,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -145,21 +145,28 @@ def test_a_tensor_is_found_where_it_lies(dtype: torch.dtype, before: bytes, tmp_
     archive = archive_of(tensor, tmp_path, before)
     reference = archive.load()
     assert isinstance(reference, TensorReference)
-    payload = archive.payload(reference)
+    payload = archive.locate(reference)
     raw = (tmp_path / "data").read_bytes()[payload.offset :][: payload.numel * dtype.itemsize]
     assert torch.equal(torch.frombuffer(bytearray(raw), dtype=dtype).reshape(payload.shape), tensor)
     archive.verify_checksums()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_an_intact_tensor_of_another_dtype_is_no_attack(dtype: torch.dtype, tmp_path: Path) -> None:
+    archive = archive_of(torch.zeros(4, dtype=dtype), tmp_path)
+    with pytest.raises(UnsupportedCheckpointError, match=f"(?s)dtype that is not supported.*{dtype}"):
+        archive.load()
+
+
 def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path: Path) -> None:
     archive = archive_of(torch.arange(12).reshape(3, 4).t(), tmp_path)
     with pytest.raises(UnreadableCheckpointError, match="does not fit"):
-        archive.payload(archive.load())
+        archive.locate(archive.load())
 
 
 def test_a_flipped_byte_is_seen_by_the_checksums(tmp_path: Path) -> None:
     archive = archive_of(torch.arange(1000), tmp_path)
-    offset = archive.payload(archive.load()).offset
+    offset = archive.locate(archive.load()).offset
     data = bytearray((tmp_path / "data").read_bytes())
     data[offset + 4001] ^= 1
     (tmp_path / "data").write_bytes(data)
@@ -267,11 +274,11 @@ def test_json_that_says_two_things_is_refused(file: str, entry: str, tmp_path: P
 
 
 def test_json_that_says_a_thing_twice_is_read() -> None:
-    assert parsed('{"a": 1, "a": 1, "b": {"a": 2}}') == {"a": 1, "b": {"a": 2}}
+    assert parse_json('{"a": 1, "a": 1, "b": {"a": 2}}') == {"a": 1, "b": {"a": 2}}
 
 
 def test_a_nan_beside_a_repeated_key_is_no_contradiction() -> None:
     """It does not equal itself, and would be named in place of the key that has two values."""
-    assert list(parsed('{"a": NaN, "b": 1, "b": 1}')) == ["a", "b"]
+    assert list(parse_json('{"a": NaN, "b": 1, "b": 1}')) == ["a", "b"]
     with pytest.raises(ValueError, match="two entries 'b'"):
-        parsed('{"a": NaN, "b": 1, "b": 2}')
+        parse_json('{"a": NaN, "b": 1, "b": 2}')

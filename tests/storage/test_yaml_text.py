@@ -10,7 +10,7 @@ import yaml
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.budget import OverBudgetError
-from mcore_ckpt_ext.storage.yaml_text import MOST_BYTES, dumped_yaml, parsed_yaml
+from mcore_ckpt_ext.storage.yaml_text import MOST_BYTES, dump_yaml, parse_yaml
 from tests.harness.checkpoints import fixture_named
 
 
@@ -45,39 +45,39 @@ HOSTILE = {
 def test_unsupported_yaml_is_refused(reason: str) -> None:
     begun = time.monotonic()
     with pytest.raises(ValueError, match=reason.rstrip(";:")):
-        parsed_yaml(HOSTILE[reason], "run_config.yaml")
+        parse_yaml(HOSTILE[reason], "run_config.yaml")
     assert time.monotonic() - begun < 2
 
 
 def test_repeated_anchors_count_once_for_each_use() -> None:
     with pytest.raises(OverBudgetError, match=r"run_config\.yaml"):
-        parsed_yaml(a_bomb(), "run_config.yaml")
-    assert parsed_yaml("a: &a [1, 2]\nb: *a", "x") == {"a": [1, 2], "b": [1, 2]}
+        parse_yaml(a_bomb(), "run_config.yaml")
+    assert parse_yaml("a: &a [1, 2]\nb: *a", "x") == {"a": [1, 2], "b": [1, 2]}
 
 
 def test_a_real_file_is_parsed_as_by_pyyaml() -> None:
     text = (fixture_named("p49").iteration / "run_config.yaml").read_text()
-    found = parsed_yaml(text, "run_config.yaml")
+    found = parse_yaml(text, "run_config.yaml")
     assert found == yaml.safe_load(text)
-    assert parsed_yaml(dumped_yaml(found), "again") == found
+    assert parse_yaml(dump_yaml(found), "again") == found
 
 
 @pytest.mark.parametrize(
     "text", ["a: 1e-06", "a: 1.0e-06", "a: .inf", "a: 0x1F", "a: ~", "a: yes", "a: 'yes'", "", "3"]
 )
 def test_values_are_those_of_yaml(text: str) -> None:
-    assert parsed_yaml(text, "x") == yaml.safe_load(text)
+    assert parse_yaml(text, "x") == yaml.safe_load(text)
 
 
 def test_a_set_is_its_members() -> None:
-    assert parsed_yaml("a: !!set {b, c}\nd: !!set {}", "x") == {"a": {"b": None, "c": None}, "d": {}}
+    assert parse_yaml("a: !!set {b, c}\nd: !!set {}", "x") == {"a": {"b": None, "c": None}, "d": {}}
 
 
 def test_dates_and_binary_data_stay_texts() -> None:
-    assert parsed_yaml("a: 2026-01-01\nb: !!binary aGk=", "x") == {"a": "2026-01-01", "b": "aGk="}
+    assert parse_yaml("a: 2026-01-01\nb: !!binary aGk=", "x") == {"a": "2026-01-01", "b": "aGk="}
 
 
 def test_without_pyyaml_the_message_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     with pytest.raises(UnsupportedCheckpointError, match="pip install pyyaml"):
-        parsed_yaml("a: 1", str(Path("run") / "run_config.yaml"))
+        parse_yaml("a: 1", str(Path("run") / "run_config.yaml"))

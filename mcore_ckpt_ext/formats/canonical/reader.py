@@ -38,8 +38,9 @@ from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 from mcore_ckpt_ext.storage.budget import check_keys
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.json_tree import decode
-from mcore_ckpt_ext.storage.safetensors import check_index, read_header, read_json
+from mcore_ckpt_ext.storage.safetensors import check_index, list_arrays
 
 NAME = "canonical"
 COMMON_FILE = "common.json"
@@ -232,7 +233,7 @@ def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[in
     Raises:
         UnreadableCheckpointError: the file is damaged, or the number of checksums differs from that of arrays.
     """
-    entries = read_header(reader, file)
+    entries = list_arrays(reader, file)
     arrays = sorted(entry for entry in entries if entry[0] != CHECKSUMS)
     checksums = next((extent for key, _, extent in entries if key == CHECKSUMS), None)
     if checksums is None:

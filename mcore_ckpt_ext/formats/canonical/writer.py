@@ -25,8 +25,9 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record, WriteItem
+from mcore_ckpt_ext.storage.json_text import json_file
 from mcore_ckpt_ext.storage.json_tree import encode
-from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
+from mcore_ckpt_ext.storage.safetensors import Declared, lay_out_file
 
 FILE_BYTES = 4 << 30
 

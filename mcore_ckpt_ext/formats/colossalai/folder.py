@@ -10,8 +10,9 @@ from typing import NamedTuple
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, StoredTensor, is_huggingface, stored_tensor_of
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.listed_files import check_listed
-from mcore_ckpt_ext.storage.safetensors import read_header, read_json
+from mcore_ckpt_ext.storage.safetensors import list_arrays
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -79,7 +80,7 @@ def states_of(reader: FolderReader, file: str) -> Iterator[tuple[str, str, Store
     """
     if file.endswith(".safetensors"):
         # Asynchronous saves name them "state.<number>.<kind>" (0.5.0, utils/safetensors.py: _flatten_optim_state_dict).
-        for key, shape, extent in read_header(reader, file):
+        for key, shape, extent in list_arrays(reader, file):
             _, number, kind = (*key.split(".", 2), "", "")[:3]
             yield number, kind, StoredTensor(shape, extent)
         return

@@ -13,8 +13,9 @@ from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
+from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.listed_files import check_listed
-from mcore_ckpt_ext.storage.safetensors import WRITER, check_index, read_header, read_json, writer_of
+from mcore_ckpt_ext.storage.safetensors import WRITER, check_index, list_arrays, writer_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -159,7 +160,7 @@ def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTen
         UnsupportedCheckpointError: it was written before torch 1.6.
     """
     if file.endswith(".safetensors"):
-        for name, shape, extent in read_header(reader, file):
+        for name, shape, extent in list_arrays(reader, file):
             yield name, StoredTensor(shape, extent)
         return
     if reader.read(file, 0, min(reader.size(file), len(_BEFORE_ZIP))) == _BEFORE_ZIP:

@@ -32,9 +32,10 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 from mcore_ckpt_ext.formats.hugging_face.quantized import dequantized, quantization_of
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.listed_files import is_file_name
 from mcore_ckpt_ext.storage.remote import folder_reader
-from mcore_ckpt_ext.storage.safetensors import METADATA, SUFFIX, read_arrays, read_json
+from mcore_ckpt_ext.storage.safetensors import METADATA, SUFFIX, read_header
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FORMATS = ("pt", "tf", "flax", "mlx")
@@ -84,7 +85,7 @@ def list_file(listing: Listing, file: str) -> Iterator[tuple[str, StoredTensor]]
     try:
         tensors = list(tensors_of(listing.reader, file))
         if file.endswith(SUFFIX):
-            _check_metadata(listing, file, read_arrays(listing.reader, file).get(METADATA))
+            _check_metadata(listing, file, read_header(listing.reader, file).get(METADATA))
         else:
             listing.archives.append(file)
     except ContentError as problem:

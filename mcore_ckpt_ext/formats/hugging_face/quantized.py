@@ -18,7 +18,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor
 from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
-from mcore_ckpt_ext.storage.safetensors import read_json
+from mcore_ckpt_ext.storage.json_text import read_json
 
 _DTYPES = ("bfloat16", "float32", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")

@@ -62,7 +62,8 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Quantized, Record, WriteItem
-from mcore_ckpt_ext.storage.safetensors import Declared, json_file
+from mcore_ckpt_ext.storage.json_text import json_file
+from mcore_ckpt_ext.storage.safetensors import Declared
 
 # An argument of Megatron's own parser, which descriptions by other training loops do not have.
 _OF_PRETRAIN_GPT = "use_checkpoint_args"

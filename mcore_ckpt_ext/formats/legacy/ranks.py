@@ -275,7 +275,7 @@ class RankFolders:
             state = archive.load()
             if not isinstance(state, dict):
                 raise UnreadableCheckpointError("a rank's state is not a dict", found=type(state).__name__, where=file)
-            self._states[folder], self._contents[folder] = state, archive.content
+            self._states[folder], self._contents[folder] = state, archive.storage_checksums
         return self._states[folder]
 
 

@@ -13,8 +13,8 @@ from mcore_ckpt_ext.formats.hugging_face.folder import ADAPTER
 from mcore_ckpt_ext.formats.hugging_face.listing import list_file
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.remote import folder_reader
-from mcore_ckpt_ext.storage.safetensors import read_json
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _A = ".lora_A."

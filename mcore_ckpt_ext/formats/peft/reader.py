@@ -41,7 +41,7 @@ from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES, list_adapters
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.storage.safetensors import read_json
+from mcore_ckpt_ext.storage.json_text import read_json
 
 NAME = "peft"
 # Keys that select the linears with adapters (the tensors are compared with these), or that only document the training.

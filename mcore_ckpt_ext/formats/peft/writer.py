@@ -27,7 +27,8 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, Record, WriteItem
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_checked_file, read_header, read_json
+from mcore_ckpt_ext.storage.json_text import json_file, read_json
+from mcore_ckpt_ext.storage.safetensors import Declared, lay_out_checked_file, list_arrays
 
 CONFIG = "adapter_config.json"
 MODEL = "adapter_model.safetensors"
@@ -103,7 +104,7 @@ class PeftTarget:
 
     def read_back(self, folder: Path) -> CheckpointView:
         """Check that the files of a written folder are complete, and return the source."""
-        read_header(FolderReader(folder), MODEL)
+        list_arrays(FolderReader(folder), MODEL)
         read_json(folder / CONFIG)
         return self._checkpoint
 

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.write_plan import OutputFile
 from mcore_ckpt_ext.storage.archive_writer import archive_of
-from mcore_ckpt_ext.storage.yaml_text import dumped_yaml
+from mcore_ckpt_ext.storage.yaml_text import dump_yaml
 
 
 def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[OutputFile, list[str]]:
@@ -53,7 +53,7 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
             "dist_ckpt_optim_fully_reshardable": has_optimizer,
         },
     )
-    text = dumped_yaml(content).encode()
+    text = dump_yaml(content).encode()
     return OutputFile(RUN_CONFIG, len(text), ((0, text),)), notes
 
 

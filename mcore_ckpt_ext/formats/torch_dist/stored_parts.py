@@ -28,7 +28,7 @@ def parts_of_torch_dist(index: DcpIndex, buffers: Callable[[], Sequence[Buffers]
         size = ITEM_SIZE[array.dtype]
         if kind == FP32_PARAM and array.dtype == "int16":
             kind = PARAM_REMAINDER
-        for file, numel in array.places():
+        for file, numel in array.files_and_numels():
             yield StoredPart(file, kind, key, numel * size)
     gathered = [key for key in index.objects if _GATHERED in key]
     for key, stored in index.objects.items():

@@ -29,11 +29,11 @@ from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.job.releases import LOADS_ZARR, WRITES_ZARR
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.budget import elements_of
+from mcore_ckpt_ext.storage.budget import checked_numel
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk, StoredObject
-from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.json_text import parse_json
 
 NAME = "zarr"
 _DESCRIPTION = ".zarray"
@@ -96,10 +96,10 @@ def read_index(folder: Path) -> DcpIndex:
 def _array(path: Path) -> StoredArray:
     where = path / _DESCRIPTION
     try:
-        described = parsed(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
+        described = parse_json(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
         shape, sizes = (tuple(described[name]) for name in ("shape", "chunks"))
         for axes in (shape, sizes):
-            elements_of(axes)
+            checked_numel(axes)
         separator = str(described.get("dimension_separator", "."))
         dtype = described["dtype"]
         plain = {name: described[name] for name in _PLAIN}

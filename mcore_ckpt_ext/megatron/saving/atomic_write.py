@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, with_index
-from mcore_ckpt_ext.storage.atomic_files import flush, flush_all, replace
+from mcore_ckpt_ext.storage.atomic_files import flush, flush_all, replace_files
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folders, iteration_number, read_tracker
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, digest_of_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, read_index_digest
 
 _PROBE = ".mcore_ckpt_ext.probe"
 _PROBE_BYTES = 1 << 12
@@ -74,10 +74,10 @@ class Disk:
         Raises:
             OSError: writing failed; the tracker is unchanged.
         """
-        digest = digest_of_index(folder) if sidecar else None
+        digest = read_index_digest(folder) if sidecar else None
         files = {folder / FILE_NAME: with_index(sidecar, digest) if digest else sidecar} if sidecar else {}
         files |= {tracker: text} if tracker is not None else {}
-        replace(files)
+        replace_files(files)
         with contextlib.suppress(OSError):  # the tracker already names the checkpoint: this is no longer a failure
             flush_all([folder, folder.parent])
 
@@ -122,7 +122,7 @@ def _point_elsewhere(folder: Path, tracker: Path) -> None:
     iteration = iteration_number(folder)
     earlier = [number for number in finished_iterations(folder.parent) if iteration is None or number < iteration]
     if earlier:
-        replace({tracker: str(earlier[0])})
+        replace_files({tracker: str(earlier[0])})
     else:
         tracker.unlink(missing_ok=True)
     with contextlib.suppress(OSError):

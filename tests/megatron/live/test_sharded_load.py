@@ -202,7 +202,7 @@ def test_directories_are_as_the_standard_library_reads_them(name: str) -> None:
         archive = TorchArchive(checkpoint.reader, file, offset, length)
         found = plain_directory(archive._ends[-1][1], length)
         assert found is not None
-        assert found.members == archive._members_by_zipfile()
+        assert found.records == archive._records_by_zipfile()
 
 
 def test_unusual_archives_are_left_to_the_standard_library(tmp_path: Any) -> None:
@@ -215,7 +215,7 @@ def test_unusual_archives_are_left_to_the_standard_library(tmp_path: Any) -> Non
         data = path.read_bytes()
         return lambda cut=0, more=0: plain_directory(data[cut:], len(data) + more)
 
-    assert [member.filename for member in directory()().members] == ["a/b"]
+    assert [member.filename for member in directory()().records] == ["a/b"]
     assert directory()(more=1) is None
     assert directory()(cut=400) is None
     assert directory(compression=zipfile.ZIP_DEFLATED)() is None
