@@ -22,6 +22,7 @@ from mcore_ckpt_ext.layout.local_parameters import model_space_name, whole_cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.found_layout import SearchRequest
 from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise, packed
 from mcore_ckpt_ext.layout_choice.memory import Buffers
 from mcore_ckpt_ext.layout_choice.model_table import (
@@ -32,7 +33,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
 )
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.rules import violations
-from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import search
 from mcore_ckpt_ext.layout_choice.stage_split import applied_split
 from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
