@@ -110,11 +110,16 @@ def distance(layout: ParallelLayout, old: ParallelLayout) -> float:
     return sum(abs(log2(size / before[name])) for name, size in layout.model_sizes().items())
 
 
+def crosses_nodes(group: int, layout: ParallelLayout, node: int) -> bool:
+    """Return whether a group of so many consecutive ranks is on two nodes or more."""
+    return layout.world > node and node % group != 0
+
+
 def leaves_node(layout: ParallelLayout, old: ParallelLayout, node: int) -> bool:
     """Return whether tensor- or expert-parallel groups leave a node that did not before."""
     experts = layout.expert * layout.expert_tensor
-    return (layout.tensor != old.tensor and node % layout.tensor != 0) or (
-        layout.expert > 1 and experts > old.expert * old.expert_tensor and node % experts != 0
+    return (layout.tensor != old.tensor and crosses_nodes(layout.tensor, layout, node)) or (
+        layout.expert > 1 and experts > old.expert * old.expert_tensor and crosses_nodes(experts, layout, node)
     )
 
 
@@ -163,4 +168,4 @@ def departure_from_guidance(choice: Choice, node: int) -> tuple[bool, bool, floa
     model = log2(layout.tensor * layout.pipeline * layout.context * experts_tensor)
     beyond = sum(log2(size / node) for size in (layout.tensor, experts) if size > node)
     divides_short = layout.context > 1 and (choice.job.seq_length or 0) < _LONG_SEQUENCE
-    return divides_short, layout.tensor > node, model + beyond
+    return divides_short, crosses_nodes(layout.tensor, layout, node), model + beyond

@@ -72,6 +72,20 @@ def test_tensor_parallelism_stays_in_a_node() -> None:
     assert crosses == sorted(crosses) and (False, True) in crosses
 
 
+def test_tensor_parallel_groups_fill_a_node_or_divide_it() -> None:
+    """Of eight GPUs six are a group, and two begin the next one, which is on two nodes."""
+    layouts = layouts_of(48, num_attention_heads=48)
+    assert place(layouts, tensor=8) < place(layouts, tensor=6)
+
+
+def test_a_job_on_a_part_of_a_node_is_in_it() -> None:
+    """Six GPUs of a node of eight are one group or two of three: none leaves the node."""
+    (one, *_) = layouts_of(6, num_attention_heads=6, pins={"tensor": 1})
+    for size in (3, 6):
+        (divided, *_) = layouts_of(6, num_attention_heads=6, pins={"tensor": size})
+        assert not leaves_node(divided, one, 8) and leaves_node(divided, one, 4)
+
+
 def test_a_job_goes_on_in_its_nodes() -> None:
     """Groups that left a node before are no reason to change; new ones that would are."""
     (wide, *_) = layouts_of(16, num_experts=16, moe_ffn_hidden_size=8, pins={"expert": 16, "expert_tensor": 1})
