@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import gcd, prod
+from math import prod
 
-from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
+from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor
 from mcore_ckpt_ext.errors import counted, format_bytes
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -53,17 +53,17 @@ def own_layout(job: JobArguments, gpus: int, version: Version) -> tuple[Parallel
     """
     stated = ParallelLayout.from_arguments(job.replace(world_size=None, data_parallel_size=None))
     layout = replace(stated, world=gpus, data=max(gpus // (stated.tensor * stated.pipeline * stated.context), 1))
-    micro, whole = batch_of(job)
+    micro_batch, global_batch = batch_of(job)
+    share = micro_batch * layout.data
     empty = ModelTable((), job.num_layers or 0, copies=0, padded_rows=PaddedRows(None, 0, 1))
-    choice = Choice(job, empty, layout, None, micro, whole or micro * layout.data, version)
+    choice = Choice(job, empty, layout, None, micro_batch, global_batch or share, version)
     depending = ("world size", "expert world size", "rank order", "optimizer instances", "batch sizes")
     rules = [rule for rule in RULES if rule[0] in depending]
     may_decrease = bool(job.raw.get("decrease_batch_size_if_needed"))
     reason = next((reason for _, reason in violations(choice, rules)), None)
     if reason is not None and not (may_decrease and reason.startswith("global batch")):
         return layout, reason
-    share = micro * layout.data
-    if ramp_divisor(job) % share and not may_decrease:
+    if batch_divisor(job) % share and not may_decrease:
         return layout, f"a step of the batch size's ramp is not a multiple of micro batch x DP = {share}"
     return layout, None
 
@@ -157,9 +157,8 @@ class _ElasticSearch:
         for name, reason in violations(choice):
             if name != "layers per stage":
                 return reason
-        whole = batch_of(self.job)[1] or choice.global_batch
-        if choice.global_batch != whole and not self.may_change_batch:
-            return f"the global batch {whole} cannot be kept"
+        if self.job.global_batch_size not in (choice.global_batch, None) and not self.may_change_batch:
+            return f"the global batch {self.job.global_batch_size} cannot be kept"
         if not keeps_rows(choice):
             rows = counted(self.table.padded_rows.stored, "row")
             return f"TP{layout.tensor} does not divide the {rows} of the vocabulary"
@@ -219,11 +218,10 @@ class _ElasticSearch:
 
     def _data_sizes(self, most: int) -> Sequence[int]:
         """Return the largest data-parallel sizes up to `most` that the batch allows."""
-        whole = batch_of(self.job)[1]
-        if whole is None:
+        divisor = batch_divisor(self.job)
+        if not divisor:
             return [most]
-        divided = gcd(whole, ramp_divisor(self.job))
-        sizes = list(islice((size for size in range(most, 0, -1) if divided % size == 0), _MOST_DATA_SIZES))
+        sizes = list(islice((size for size in range(most, 0, -1) if divisor % size == 0), _MOST_DATA_SIZES))
         return sizes if not self.may_change_batch or most in sizes else [most, *sizes]
 
     def _with_experts(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
@@ -238,10 +236,10 @@ class _ElasticSearch:
     def _rough_key(self, layout: ParallelLayout) -> tuple[float, ...]:
         """Return a sort key like `usage_key`, without the division of the layers and without memory."""
         layers = self.job.num_layers or 1
-        micro, whole = batch_of(self.job)
-        share = (whole or micro * layout.data * layout.pipeline) // layout.data
-        batches = max(share // next((size for size in range(min(micro, share), 0, -1) if share % size == 0), 1), 1)
-        work = layout.virtual_pipeline * batches
+        micro_batch, global_batch = batch_of(self.job)
+        share = (global_batch or micro_batch * layout.data * layout.pipeline) // layout.data
+        fitting = next((size for size in range(min(micro_batch, share), 0, -1) if share % size == 0), 1)
+        work = layout.virtual_pipeline * max(share // fitting, 1)
         balance = layers / (layout.pipeline * -(-layers // layout.pipeline))
         keeps_sizes = layout.model_sizes() == self.old.model_sizes()
         used = 1.0 if keeps_sizes else balance * work / (work + layout.pipeline - 1)

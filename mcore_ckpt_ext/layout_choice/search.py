@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import gcd
 from typing import NamedTuple
 
-from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
+from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor
 from mcore_ckpt_ext.continuity.mathematics import Difference, differences
 from mcore_ckpt_ext.continuity.sizes import sizes_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -194,14 +193,19 @@ class _Evaluation:
 
 
 def _differences(choice: Choice, old: ParallelLayout) -> tuple[Difference, ...]:
-    """Return what training computes otherwise; a plan may keep the rows of the vocabulary by its flags."""
+    """Return what training computes otherwise.
+
+    Rows of the vocabulary are left out: `keeps_rows` compares them, because flags of a plan may keep them.
+    """
     job = choice.job
-    before = sizes_of(
-        old, *batch_of(job), None, divides_sequence=old.tensor > 1 and bool(job.raw.get("sequence_parallel"))
+    before = sizes_of(old, *batch_of(job), None, divides_sequence=bool(job.raw.get("sequence_parallel")))
+    after = sizes_of(
+        choice.layout,
+        choice.micro_batch,
+        None if job.global_batch_size is None else choice.global_batch,
+        None,
+        divides_sequence=choice.has_sequence_parallelism,
     )
-    whole = None if job.global_batch_size is None else choice.global_batch
-    divides_sequence = choice.has_sequence_parallelism
-    after = sizes_of(choice.layout, choice.micro_batch, whole, None, divides_sequence=divides_sequence)
     return differences(job, before, after, choice.version)
 
 
@@ -226,15 +230,16 @@ def with_batch(choice: Choice) -> Choice:
     The micro batch is reduced before the global batch is changed, because that does not change training. Every step of
     a ramp is a multiple of micro batch x DP, too.
     """
-    micro, whole = batch_of(choice.job)
+    micro_batch, global_batch = batch_of(choice.job)
     data = choice.layout.data
-    if whole is None:  # as many micro batches as the pipeline has stages
-        return replace(choice, micro_batch=micro, global_batch=micro * data * max(choice.microbatch_group, 1))
-    steps = gcd(whole, ramp_divisor(choice.job))
-    fitting = next((size for size in range(micro, 0, -1) if steps % (size * data) == 0), None)
+    if global_batch is None:  # as many micro batches as the pipeline has stages
+        global_batch = micro_batch * data * max(choice.microbatch_group, 1)
+        return replace(choice, micro_batch=micro_batch, global_batch=global_batch)
+    divisor = batch_divisor(choice.job)
+    fitting = next((size for size in range(micro_batch, 0, -1) if divisor % (size * data) == 0), None)
     if fitting is not None:
-        kept = replace(choice, micro_batch=fitting, global_batch=whole)
+        kept = replace(choice, micro_batch=fitting, global_batch=global_batch)
         if next(violations(kept, BATCH_RULES), None) is None:
             return kept
-    step = micro * data * (choice.microbatch_group if choice.layout.virtual_pipeline > 1 else 1)
-    return replace(choice, micro_batch=micro, global_batch=max(1, round(whole / step)) * step)
+    multiple = micro_batch * data * (choice.microbatch_group if choice.layout.virtual_pipeline > 1 else 1)
+    return replace(choice, micro_batch=micro_batch, global_batch=max(1, round(global_batch / multiple)) * multiple)
