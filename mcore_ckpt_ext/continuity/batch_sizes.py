@@ -57,7 +57,7 @@ def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
 
 
 def batch_divisor(job: JobArguments) -> int:
-    """Return the largest number that divides the global batch and every step of its ramp; 0 if it is unknown."""
+    """Return the largest divisor of the global batch and every step of its ramp; 0 if it is unknown."""
     return gcd(job.global_batch_size or 0, *(step.size for step in _steps_of_ramp(job)))
 
 
