@@ -237,10 +237,10 @@ def _differences(row: Determinant, written: JobArguments, running: JobArguments)
         old, new = (_comparable(name, job) for job in (written, running))
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            is_mixed = row.verdict == UNKNOWN and name.endswith("data_path") and _weights(old) != _weights(new)
+            is_other_blend = name.endswith("data_path") and _weights_and_names(old) != _weights_and_names(new)
             yield OrderChange(
                 f"{flag} was {_text(old)}, is {_text(new)}", row.effect, row.source, f"{flag} {_text(old)}",
-                CHANGES if is_mixed else row.verdict,
+                CHANGES if is_other_blend else row.verdict,
             )  # fmt: skip
 
 
@@ -251,11 +251,13 @@ def _comparable(name: str, job: JobArguments) -> Any:
     return [str(part) for part in value] if isinstance(value, (list, tuple)) else value or None
 
 
-def _weights(blend: Any) -> list[str]:
-    """Return the weights of a blend; the last parts of its paths where it has none."""
-    words = blend if isinstance(blend, list) else [str(blend)]
-    is_pairs = len(words) > 1
-    return [word if is_pairs and number % 2 == 0 else word.rpartition("/")[2] for number, word in enumerate(words)]
+def _weights_and_names(blend: Any) -> list[str]:
+    """Return the weights of a blend, if it has any, and the names of its data sets.
+
+    Source: `get_blend_from_list` (megatron/core/datasets/utils.py, core_v0.16.1 and the development head of August
+    2026): paths alone, or weights and paths in turn.
+    """
+    return [word.rpartition("/")[2] for word in (blend if isinstance(blend, list) else [str(blend)])]
 
 
 def _text(value: Any) -> str:

@@ -94,7 +94,7 @@ def count_reads(samples: int, consumed: int, before: ReadingLayout, now: Reading
 
 
 def _samples_in_order(present: EpochInProgress, number: int) -> list[int]:
-    """Return the samples of the epoch with a number, as the layout of the one in progress reads them.
+    """Return the samples of the epoch with a number, in the order of the layout of the one in progress.
 
     Those that fill no step are left out.
     """
@@ -103,7 +103,7 @@ def _samples_in_order(present: EpochInProgress, number: int) -> list[int]:
 
 
 def _consumed_of(present: EpochInProgress, number: int, consumed: int) -> int:
-    """Return how many samples were consumed of the epoch with a number, by the layout of the one in progress."""
+    """Return how many samples of the epoch with a number were consumed, all by one layout."""
     if number == present.epoch:
         return consumed - present.start
     return present.end - present.start if number < present.epoch else 0
