@@ -18,7 +18,7 @@ import numpy as np
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, align, bucket_alignment
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS, Flags, LocalColumns, Numbers
-from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, StageHolding
+from mcore_ckpt_ext.layout_choice.model_table import ALL_PARAMETERS, NO_EXPERTS, Holding, ModelTable, StageHolding
 
 # `_NUMEL_EPSILON` of `_compute_per_buffer_param_layout`.
 _EXCESS = 0.3
@@ -109,7 +109,7 @@ def layer_wise_stages(
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
     is_separate = layout.separates_experts
-    dense = table.local(layout.tensor, layout.expert_tensor, None if is_separate else 0)
+    dense = table.local(layout.tensor, layout.expert_tensor, NO_EXPERTS if is_separate else ALL_PARAMETERS)
     experts = table.local(layout.tensor, layout.expert_tensor, layout.expert) if is_separate else None
     stages = []
     for pipeline, stage in enumerate(held):
