@@ -157,8 +157,7 @@ class _Evaluation:
         return broken is not None
 
     def _first_split(self, pipeline: int, virtual: int) -> StageSplit | None:
-        predicted = self._job.mtp_num_layers or 0
-        return next(stage_splits(self._job, pipeline, virtual, self._request.version, predicted), None)
+        return next(stage_splits(self._job, pipeline, virtual, self._request.version), None)
 
     def _held_by_stages(
         self, split: StageSplit, tensor: int, expert_tensor: int, expert: int

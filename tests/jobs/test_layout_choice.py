@@ -240,9 +240,8 @@ def _splits(dice: random.Random, layers: int, pipeline: int) -> list[dict[str, A
 
 def choice_of(case: Case, job: JobArguments, table: ModelTable, version: Version) -> Choice:
     """The case as this package sees it."""
-    extra = job.mtp_num_layers or 0
     job = job.replace(transformer_impl=case.implementation)
-    split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline, extra)
+    split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline)
     return Choice(job, table, case.layout, split, case.micro_batch, case.global_batch, version)
 
 
