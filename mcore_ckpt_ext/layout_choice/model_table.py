@@ -235,7 +235,7 @@ class ModelTable:
         `expert`: `NO_EXPERTS`, `ALL_PARAMETERS`, or the expert parallel size, for the experts of one rank alone.
         """
         local, chosen = self._divided(tensor, expert_tensor, expert)
-        return local.chosen(chosen)
+        return local.select(chosen)
 
     def _divided(self, tensor: int, expert_tensor: int, expert: int) -> tuple[LocalColumns, Flags]:
         """Return one rank's part of every parameter, and a mask of the parameters that the rank has."""

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.found_layout import SearchRequest
-from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise, packed
+from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise, pack
 from mcore_ckpt_ext.layout_choice.memory import Buffers
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
@@ -192,7 +192,7 @@ def check_packing(genuine: Sequence[tuple[list[int], int] | None], rule: LayerWi
     """A layer-wise optimizer keeps each matrix where the plan says, in shards of the same size."""
     for (shapes, ranks), found in zip(some_matrices(), genuine, strict=True):
         rows, columns = np.array(shapes).T
-        packing = packed(rows, columns, ranks, rule)
+        packing = pack(rows, columns, ranks, rule)
         assert found is None or found == [packing.shard_of.tolist(), packing.shard_size]
 
 
