@@ -1,4 +1,4 @@
-"""Does a resumed job read on where the last one stopped, in the same order? By a table."""
+"""The order in which a resumed job reads its data, compared with that of the last job by a table."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ def own_layout(job: JobArguments, gpus: int, version: Version) -> tuple[Parallel
     layout = replace(stated, world=gpus, data=max(gpus // (stated.tensor * stated.pipeline * stated.context), 1))
     micro_batch, global_batch = batch_of(job)
     share = micro_batch * layout.data
+    # None of the rules depends on parameters.
     empty = ModelTable((), job.num_layers or 0, copies=0, padded_rows=PaddedRows(None, 0, 1))
     choice = Choice(job, empty, layout, None, micro_batch, global_batch or share, version)
     depending = ("world size", "expert world size", "rank order", "optimizer instances", "batch sizes")

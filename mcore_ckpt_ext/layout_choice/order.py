@@ -34,17 +34,22 @@ def plan_key(candidate: FoundLayout, old: ParallelLayout, request: SearchRequest
     more virtual stages than that takes, which send more between stages ("Performance tips in PP and VPP sizing",
     Megatron-Bridge's docs/performance-guide.md).
     """
-    choice, layout = candidate.choice, candidate.choice.layout
+    layout = candidate.choice.layout
     needed = candidate.memory.total
     pressure = request.pressure(needed)
+    with_memory: tuple[float, ...]
     if old.world > 1:
-        order: tuple[object, ...] = (pressure, distance(layout, old))
+        with_memory = (pressure, distance(layout, old))
     else:
-        shared_experts = min(layout.expert, request.gpus_per_node)
-        idle = idle_steps(idle_fraction(choice))
-        order = (pressure > 0, idle, candidate.form_changes, -shared_experts, layout.virtual_pipeline)
-    without_memory = key_without_memory(choice, candidate.differences, old, request)
-    return (request.exceeds(needed), *without_memory, *order, needed)
+        with_memory = (
+            pressure > 0,
+            idle_steps(idle_fraction(candidate.choice)),
+            candidate.form_changes,
+            -min(layout.expert, request.gpus_per_node),
+            layout.virtual_pipeline,
+        )
+    without_memory = key_without_memory(candidate.choice, candidate.differences, old, request)
+    return (request.exceeds(needed), *without_memory, *with_memory, needed)
 
 
 def key_without_memory(

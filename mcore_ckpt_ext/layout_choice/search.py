@@ -147,6 +147,7 @@ class _Evaluation:
                 yield choice, split
 
     def _choice(self, layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
+        """Return a choice without a batch yet, for rules that do not depend on it, or for `with_batch`."""
         return Choice(self._job, self._table, layout, split, 1, 1, self._request.version)
 
     def _is_excluded(self, choice: Choice, rules: Sequence[NamedRule]) -> bool:
