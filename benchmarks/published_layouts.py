@@ -24,6 +24,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
 from mcore_ckpt_ext.layout_choice.memory import Memory
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
@@ -32,7 +33,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
     place_after_layers,
 )
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
+from mcore_ckpt_ext.layout_choice.search import join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.anatomy import BLOCKS, is_in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
@@ -165,7 +166,7 @@ def result_of(row: Row, *, ranked: bool) -> Result:
         every = join_virtual_stages(search(job, table, old, replace(request, pins={}), buffers).found)
         listed = len(every)
         rank = next((n for n, line in enumerate(every, 1) if is_named(layout_of(row), *line)), None)
-    reason = next((reason for _, _, reason in pinned.nearest.values()), "")
+    reason = next((exclusion.reason for exclusion in pinned.nearest.values()), "")
     memory = pinned.found[0].memory if pinned.found else None
     return Result(row, reason if memory is None else "", memory, rank, listed, *figure, states)
 

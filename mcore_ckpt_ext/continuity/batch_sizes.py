@@ -47,18 +47,18 @@ def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
     A size has to be a multiple of micro batch size and data-parallel size (`update`, in the same module), or not below
     it with `--decrease-batch-size-if-needed`.
     """
-    step = (job.micro_batch_size or 0) * (job.data_parallel_size or 0)
-    if not step:
+    divisor = (job.micro_batch_size or 0) * (job.data_parallel_size or 0)
+    if not divisor:
         return []
     to_come = sizes_to_come(job, consumed)
     if job.decrease_batch_size_if_needed:
-        return [batch for batch in to_come if batch.size < step]
-    return [batch for batch in to_come if batch.size % step]
+        return [batch for batch in to_come if batch.size < divisor]
+    return [batch for batch in to_come if batch.size % divisor]
 
 
-def ramp_divisor(job: JobArguments) -> int:
-    """Return the largest number that divides every batch size of a job's ramp; 0 without one."""
-    return gcd(*(step.size for step in _steps_of_ramp(job)))
+def batch_divisor(job: JobArguments) -> int:
+    """Return the largest divisor of the global batch and every step of its ramp; 0 if it is unknown."""
+    return gcd(job.global_batch_size or 0, *(step.size for step in _steps_of_ramp(job)))
 
 
 def _steps_of_schedule(job: JobArguments) -> Iterator[BatchSize]:

@@ -13,12 +13,14 @@ megatron/training/datasets/data_samplers.py (0.16.0 to the development head of A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mcore_ckpt_ext.job.arguments.kinds import is_whole
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
+CYCLIC = "cyclic"
+"""Megatron's name for the loader with the random sampler."""
 HISTORY = "ckpt_ext_data_layouts"
 """The argument, saved with Megatron's in every checkpoint, with the layouts that have read the data, oldest first."""
 Permutation = Callable[[int, int], Sequence[int]]
@@ -67,7 +69,7 @@ class ReadingLayout:
         return self.data_parallel, self.micro_batch, self.valid_micro_batch, self.is_sharded
 
     def begins_at(self, sample: int, valid_sample: int) -> bool:
-        """Return whether a job that began to read so has read nothing up to a position."""
+        """Return whether a job that read so has read nothing yet at a position."""
         return (self.sample, self.valid_sample) == (sample, valid_sample)
 
     @property
@@ -78,9 +80,7 @@ class ReadingLayout:
     @property
     def validation_layout(self) -> ReadingLayout:
         """The same for the samples of validation."""
-        valid = self.valid_sample
-        micro = self.valid_micro_batch
-        return ReadingLayout(valid, valid, self.data_parallel, micro, micro, self.is_sharded)
+        return replace(self, sample=self.valid_sample, micro_batch=self.valid_micro_batch)
 
     def __str__(self) -> str:
         return f"DP{self.data_parallel} with micro batch {self.micro_batch}"
@@ -202,26 +202,23 @@ def epoch_at(history: Sequence[ReadingLayout], samples: int, consumed: int) -> E
         samples: the samples of the data set, at least those that the last layout reads at once.
         consumed: the samples that were consumed.
     """
-    epoch = 0
-    start = 0
+    epoch = start = end = 0
     order = history[0]
-    for number, layout in enumerate(history):
-        is_last = number + 1 == len(history)
+    positions = [*(layout.sample for layout in history[1:]), consumed]
+    for layout, until in zip(history, positions, strict=True):
         if layout.sample <= start:
             order = layout
-        until = consumed if is_last else history[number + 1].sample
-        whole = samples - samples % layout.step
         read = max(layout.sample - start, 0)
         end = start + read + max(samples - read, 0) // layout.step * layout.step
-        if end <= until and whole:
-            passed = (until - end) // whole
-            epoch = epoch + 1 + passed
-            start = end + passed * whole
+        epoch_size = samples // layout.step * layout.step
+        if end <= until and epoch_size:
+            # The epoch in progress has ended under this layout, and so have further ones, in its own order.
+            further = (until - end) // epoch_size
+            epoch += 1 + further
+            start = end + further * epoch_size
+            end = start + epoch_size
             order = layout
-            end = start + whole
-        if is_last:
-            return EpochInProgress(epoch, start, end, order, samples)
-    raise ValueError("a history has at least one layout")
+    return EpochInProgress(epoch, start, end, order, samples)
 
 
 def micro_batches(

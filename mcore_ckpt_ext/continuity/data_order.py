@@ -1,4 +1,4 @@
-"""Does a resumed job read on where the last one stopped, in the same order? By a table."""
+"""The order in which a resumed job reads its data, compared with that of the last job by a table."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.continuity.batch_sizes import indivisible_sizes
-from mcore_ckpt_ext.continuity.cyclic import HISTORY, ReadingLayout, as_argument, history_of
-from mcore_ckpt_ext.continuity.energon import loader_changes, redistribution
+from mcore_ckpt_ext.continuity.cyclic import CYCLIC, HISTORY, ReadingLayout, as_argument, history_of
+from mcore_ckpt_ext.continuity.energon import EXTERNAL, loader_changes, redistribution, saves_loader_states
 from mcore_ckpt_ext.continuity.order_change import (
     CHANGES,
     EACH_ONCE,
-    OF_THE_DATA_SET,
+    NEEDS_DATA_SAMPLES,
     SAME_ORDER,
     UNKNOWN,
     DataOrder,
     OrderChange,
 )
-from mcore_ckpt_ext.continuity.other_loops import BRIDGE, SWIFT, changes_by_layout, loader_of, loop_of
+from mcore_ckpt_ext.continuity.other_loops import BRIDGE, SWIFT, changes_by_layout, loader_in_words, loop_of
 from mcore_ckpt_ext.continuity.read_counts import MOST_SAMPLES, ReadCounts, count_reads
 from mcore_ckpt_ext.errors import counted, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
-SINGLE = "single"
-CYCLIC = "cyclic"
-EXTERNAL = "external"
+_SINGLE = "single"
 _SAMPLERS = "megatron/training/datasets/data_samplers.py, until 0.15 megatron/legacy/data/data_samplers.py"
 _GPT = "megatron/core/datasets/gpt_dataset.py, `GPTDataset._build_document_sample_shuffle_indices`"
 _BLEND = "megatron/core/datasets/blended_megatron_dataset_builder.py"
@@ -49,12 +47,12 @@ class Determinant:
     effect: str
     source: str
     verdict: str = CHANGES
-    loaders: tuple[str, ...] = (SINGLE, CYCLIC)
+    loaders: tuple[str, ...] = (_SINGLE, CYCLIC)
 
 
 DETERMINANTS = (
     Determinant(("dataloader_type",), "the loader", "another loader reads in another order", _SAMPLERS,
-                loaders=(SINGLE, CYCLIC, EXTERNAL)),
+                loaders=(_SINGLE, CYCLIC, EXTERNAL)),
     Determinant(("seed",), "the seed", "the data set is shuffled otherwise", _GPT),
     Determinant(("seq_length",), "the length of a sample", "documents are cut otherwise, and a sample is another one",
                 _GPT),
@@ -75,9 +73,9 @@ DETERMINANTS = (
 
 
 def order_in_another_loop(written: JobArguments, running: JobArguments) -> DataOrder:
-    """Return the account of a loop on Megatron Core, whose loads do not pass its data loader.
+    """Return the account of a loop on Megatron Core whose data loader is not seen during a load.
 
-    Of the running job only the layout is known. It is said to change the order if it does so with the loader that the
+    Only the layout of the running job is known. It counts as a change of order if it is one for the loader that the
     checkpoint records.
 
     Args:
@@ -103,8 +101,8 @@ def data_order(written: JobArguments, running: JobArguments, samples: int | None
     changes = tuple(_changes(written, running, samples))
     verdicts = {change.verdict for change in changes}
     note = _note(written, running, samples) if written.is_complete and not verdicts else ""
-    counts = _counts_of(changes, written, running, samples) if changes else ReadCounts(0, 0)
-    is_recut = bool(note) and has_saved_loader(running)
+    counts = _counts_of(changes, written, running, samples)
+    is_recut = bool(note) and saves_loader_states(running)
     verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else EACH_ONCE if is_recut else SAME_ORDER
     sample = _consumed(written)
     layouts = ReadingLayout.of(written), ReadingLayout.of(running)
@@ -122,7 +120,7 @@ def data_order(written: JobArguments, running: JobArguments, samples: int | None
     )
 
 
-def description(job: JobArguments) -> dict[str, str]:
+def data_description(job: JobArguments) -> dict[str, str]:
     """Return how a job reads its data, in words; empty if its arguments do not say it."""
     is_of_megatron = job.is_complete and job.is_set("dataloader_type")
     if not (is_of_megatron or loop_of(job)):
@@ -132,7 +130,7 @@ def description(job: JobArguments) -> dict[str, str]:
     built_for = _samples_built_for(job)
     is_sharded = layout is not None and layout.is_sharded
     sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
-    words = {"loader": f"{loader}{sharding}" if is_of_megatron else loader_of(job)}
+    words = {"loader": f"{loader}{sharding}" if is_of_megatron else loader_in_words(job)}
     if (consumed := _consumed(job)) is not None:
         words["consumed"] = counted(consumed, "sample")
     if built_for is not None and loader != EXTERNAL and loop_of(job) != SWIFT:
@@ -147,7 +145,7 @@ def _loader(job: JobArguments) -> str:
 
     Without the argument it is `single` (`validate_args`, megatron/training/arguments.py, core_v0.7.0 to 0.19.2).
     """
-    return job.dataloader_type or SINGLE
+    return job.dataloader_type or _SINGLE
 
 
 def _consumed(written: JobArguments) -> int | None:
@@ -163,7 +161,7 @@ def _changes(written: JobArguments, running: JobArguments, samples: int | None) 
     if not (written.is_complete and written.is_set("dataloader_type")):
         yield from changes_by_layout(written, running, samples)
         if loop_of(written) == BRIDGE:
-            yield from _changes_of_number(written, running)
+            yield from _changes_of_samples_built_for(written, running)
         return
     loaders = {_loader(written), _loader(running)}
     for row in DETERMINANTS:
@@ -172,18 +170,14 @@ def _changes(written: JobArguments, running: JobArguments, samples: int | None) 
     if EXTERNAL in loaders:
         yield from _changes_of_external(written, running)
         return
-    yield from _changes_of_number(written, running)
-    if CYCLIC in loaders and running.phase_transition_iterations and history_is_changed(written, running):
+    yield from _changes_of_samples_built_for(written, running)
+    if CYCLIC in loaders and running.phase_transition_iterations and len(history_of(written, running)) > 1:
         yield OrderChange(
             "--dataloader-type cyclic with --phase-transition-iterations",
-            "the epoch in progress is cut otherwise under another layout", _SAMPLERS, _keep(written),
+            "the epoch in progress is cut otherwise under another layout", _SAMPLERS,
+            f"keep {ReadingLayout.of(written)}",
             uncounted="Megatron counts the position from the last transition",
         )  # fmt: skip
-
-
-def history_is_changed(written: JobArguments, running: JobArguments) -> bool:
-    """Return True if the epoch in progress began under another layout than the resuming job's."""
-    return len(history_of(written, running)) > 1
 
 
 def followed_history(written: JobArguments, running: JobArguments) -> tuple[ReadingLayout, ...]:
@@ -216,11 +210,14 @@ def _counts_of(
     changes: Sequence[OrderChange], written: JobArguments, running: JobArguments, samples: int | None
 ) -> ReadCounts | str:
     """Return what is read again or never because of changes, or why that is not known."""
-    is_by_layout_alone = all(change.uncounted == OF_THE_DATA_SET for change in changes)
-    return _why_uncounted(changes) if samples is None or not is_by_layout_alone else _counted(written, running, samples)
+    if not changes:
+        return ReadCounts(0, 0)
+    if samples is None or any(change.uncounted != NEEDS_DATA_SAMPLES for change in changes):
+        return _why_uncounted(changes)
+    return _counts_by_layout(written, running, samples)
 
 
-def _counted(written: JobArguments, running: JobArguments, samples: int) -> ReadCounts | str:
+def _counts_by_layout(written: JobArguments, running: JobArguments, samples: int) -> ReadCounts | str:
     """Return what a random sampler reads again or never under another layout, or why that is not known."""
     before = ReadingLayout.of(written)
     now = ReadingLayout.of(running)
@@ -232,11 +229,6 @@ def _counted(written: JobArguments, running: JobArguments, samples: int) -> Read
     return count_reads(samples, consumed, before, now) or "the sampler stops at its first batch"
 
 
-def _keep(written: JobArguments) -> str:
-    layout = ReadingLayout.of(written)
-    return "" if layout is None else f"keep {layout}"
-
-
 def _differences(row: Determinant, written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield the arguments of a row that differ, and that both jobs have."""
     for name in row.arguments:
@@ -245,10 +237,10 @@ def _differences(row: Determinant, written: JobArguments, running: JobArguments)
         old, new = (_comparable(name, job) for job in (written, running))
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            is_mixed = row.verdict == UNKNOWN and name.endswith("data_path") and _weights(old) != _weights(new)
+            is_other_blend = name.endswith("data_path") and _weights_and_names(old) != _weights_and_names(new)
             yield OrderChange(
                 f"{flag} was {_text(old)}, is {_text(new)}", row.effect, row.source, f"{flag} {_text(old)}",
-                CHANGES if is_mixed else row.verdict,
+                CHANGES if is_other_blend else row.verdict,
             )  # fmt: skip
 
 
@@ -259,11 +251,13 @@ def _comparable(name: str, job: JobArguments) -> Any:
     return [str(part) for part in value] if isinstance(value, (list, tuple)) else value or None
 
 
-def _weights(blend: Any) -> list[str]:
-    """Return the weights of a blend; the last parts of its paths where it has none."""
-    words = blend if isinstance(blend, list) else [str(blend)]
-    is_pairs = len(words) > 1
-    return [word if is_pairs and number % 2 == 0 else word.rpartition("/")[2] for number, word in enumerate(words)]
+def _weights_and_names(blend: Any) -> list[str]:
+    """Return the weights of a blend, if it has any, and the names of its data sets.
+
+    Source: `get_blend_from_list` (megatron/core/datasets/utils.py, core_v0.16.1 and the development head of August
+    2026): paths alone, or weights and paths in turn.
+    """
+    return [word.rpartition("/")[2] for word in (blend if isinstance(blend, list) else [str(blend)])]
 
 
 def _text(value: Any) -> str:
@@ -280,8 +274,8 @@ def _samples_built_for(job: JobArguments) -> int | None:
     return job.train_iters * job.global_batch_size if job.train_iters and job.global_batch_size else None
 
 
-def _changes_of_number(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
-    """Yield a change of the number of samples, and with it, maybe, of the passes over the documents."""
+def _changes_of_samples_built_for(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+    """Yield a change of the samples that a data set is built for, and perhaps of its passes."""
     old = _samples_built_for(written)
     new = _samples_built_for(running)
     if old is not None and new is not None and old != new:
@@ -296,14 +290,9 @@ def _changes_of_number(written: JobArguments, running: JobArguments) -> Iterator
         )
 
 
-def has_saved_loader(job: JobArguments) -> bool:
-    """Return True if a job saves the states of a data loader of its own, as scripts with Energon do."""
-    return _loader(job) == EXTERNAL and bool(job.dataloader_save)
-
-
 def _changes_of_external(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield all that is known of a loader of one's own, whose states are those of data-parallel ranks."""
-    if has_saved_loader(written) and has_saved_loader(running):
+    if saves_loader_states(written) and saves_loader_states(running):
         yield from loader_changes(written, running)
         return
     yield OrderChange(
@@ -315,7 +304,7 @@ def _changes_of_external(written: JobArguments, running: JobArguments) -> Iterat
 
 def _note(written: JobArguments, running: JobArguments, samples: int | None) -> str:
     """Return how `cyclic`, or a saved loader, goes on under another layout; empty if it is as before."""
-    if has_saved_loader(running):
+    if saves_loader_states(running):
         return redistribution(written, running)
     if _loader(running) != CYCLIC:
         return ""
@@ -326,5 +315,5 @@ def _note(written: JobArguments, running: JobArguments, samples: int | None) -> 
     note = f"the epoch in progress is read to its end in the order in which it began ({before} before, {now} now)"
     if samples is None or len(history) > 2:  # several layouts have read the data, in an order that is not stock's
         return note
-    counts = _counted(written, running, samples)
+    counts = _counts_by_layout(written, running, samples)
     return f"{note}; stock Megatron would {counts}" if isinstance(counts, ReadCounts) else f"{note}; stock: {counts}"

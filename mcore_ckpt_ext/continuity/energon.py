@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from mcore_ckpt_ext.continuity.order_change import UNKNOWN, OrderChange
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
+EXTERNAL = "external"
+"""Megatron's name for a loader of the script's own."""
 _RESTORING = "megatron/energon/savable_loader.py, `SavableDataLoader.restore_state_rank`"
 _OF_SHARDS = "it depends on how the shards of the data set are divided among workers"
 _SAVING = "megatron/training/checkpointing.py, `maybe_save_dataloader_state`"
@@ -61,26 +63,31 @@ class LoaderSizes:
         return self.micro_batch == saved.micro_batch or (self.workers > 0 and saved.micro_batch % self.micro_batch == 0)
 
 
+def saves_loader_states(job: JobArguments) -> bool:
+    """Return True if a job saves the states of a data loader of its own, as scripts with Energon do."""
+    return job.dataloader_type == EXTERNAL and bool(job.dataloader_save)
+
+
 def loader_changes(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield why the states of a data loader cannot be taken up; nothing if they can."""
     saved = LoaderSizes.of(written)
-    job = LoaderSizes.of(running)
-    if saved is None or job is None:
+    present = LoaderSizes.of(running)
+    if saved is None or present is None:
         yield OrderChange(
             "--dataloader-save", "the sizes of the data loader are not recorded", verdict=UNKNOWN, uncounted=_OF_SHARDS
         )
         return
-    if not job.takes_workers_of(saved):
+    if not present.takes_workers_of(saved):
         yield OrderChange(
-            f"--dataloader-save by {saved}, now {job}",
+            f"--dataloader-save by {saved}, now {present}",
             "each worker has a state of its own: those without a worker are dropped, and other workers begin anew",
             _SAVING,
-            fitting_workers(saved, job.data_parallel),
+            fitting_workers(saved, present.data_parallel),
             uncounted=_OF_SHARDS,
         )
-    if not job.takes_batches_of(saved):
+    if not present.takes_batches_of(saved):
         yield OrderChange(
-            f"--micro-batch-size was {saved.micro_batch}, is {job.micro_batch}",
+            f"--micro-batch-size was {saved.micro_batch}, is {present.micro_batch}",
             "Energon takes up a state only if the new size divides the old one, and is the same without workers",
             _RESTORING,
             f"--micro-batch-size {saved.micro_batch}",
@@ -105,9 +112,9 @@ def fitting_workers(saved: LoaderSizes, data_parallel: int) -> str:
 def redistribution(written: JobArguments, running: JobArguments) -> str:
     """Return how other ranks or batches take up the states; empty if they are as before."""
     saved = LoaderSizes.of(written)
-    job = LoaderSizes.of(running)
-    if saved is None or job is None or saved == job:
+    present = LoaderSizes.of(running)
+    if saved is None or present is None or saved == present:
         return ""
-    if saved.data_parallel == job.data_parallel:
-        return f"Energon's states are taken up with micro batch {job.micro_batch}, before {saved.micro_batch}"
-    return f"Energon's states of {saved} are redistributed to {job}"
+    if saved.data_parallel == present.data_parallel:
+        return f"Energon's states are taken up with micro batch {present.micro_batch}, before {saved.micro_batch}"
+    return f"Energon's states of {saved} are redistributed to {present}"

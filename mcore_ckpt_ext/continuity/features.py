@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_ckpt_ext.continuity.energon import EXTERNAL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 # `gdn` and `gdn2` on the development head (experimental_attention_variant_module_specs.py).
@@ -17,23 +18,27 @@ def _number(job: JobArguments, name: str, default: float = 0) -> float:
 
 def balances_by(job: JobArguments, kinds: tuple[str, ...]) -> bool:
     """Return True if a job balances its experts by a loss of one of these kinds."""
-    chosen = job.raw.get("moe_router_load_balancing_type") or "aux_loss"
+    types = _balancing_types(job)
     weight = job.raw.get("moe_aux_loss_coeff")
-    names = [chosen] if isinstance(chosen, str) else list(chosen)
-    weights = weight if isinstance(weight, (list, tuple)) else [weight] * len(names)
-    has_weight = [name for name, loss_weight in zip(names, weights, strict=False) if loss_weight]
-    return bool(job.num_experts) and any(name in kinds for name in has_weight)
+    weights = weight if isinstance(weight, (list, tuple)) else [weight] * len(types)
+    return any(name in kinds and loss_weight for name, loss_weight in zip(types, weights, strict=False))
 
 
 def routes_by(job: JobArguments, kind: str) -> bool:
     """Return True if a job chooses its experts in this way."""
-    chosen: Any = job.raw.get("moe_router_load_balancing_type")
-    return bool(job.num_experts) and (chosen == kind or (isinstance(chosen, (list, tuple)) and kind in chosen))
+    return kind in _balancing_types(job)
+
+
+def _balancing_types(job: JobArguments) -> list[str]:
+    """Return the values of `--moe-router-load-balancing-type`; empty without experts."""
+    chosen: Any = job.raw.get("moe_router_load_balancing_type") or "aux_loss"
+    types = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
+    return types if job.num_experts else []
 
 
 def has_masks(job: JobArguments) -> bool:
     """Return True if samples may have different numbers of tokens in the loss."""
-    return job.dataloader_type == "external" or any(job.raw.get(name) for name in ("eod_mask_loss", "sft"))
+    return job.dataloader_type == EXTERNAL or any(job.raw.get(name) for name in ("eod_mask_loss", "sft"))
 
 
 def averages_masked(job: JobArguments) -> bool:

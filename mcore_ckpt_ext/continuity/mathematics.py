@@ -56,18 +56,16 @@ _BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 @dataclass(frozen=True)
-class Dependency:
-    """A part of the computation of a job that depends on dimensions of its layout.
+class Difference:
+    """A part of the training that is not the same under another layout.
 
     Attributes:
         feature: the arguments that bring it, in words of a user.
-        dimensions: the dimensions on which it depends.
-        effect: how.
+        dimensions: the dimensions that change, and on which it depends.
+        effect: how it differs.
         kind: `by design`, `by chance`, or a `defect` of these releases.
-        source: where it was read.
-        applies: returns True for a job that has it.
+        source: where that was read.
         size: how much was measured; empty if it cannot be shown on a CPU, or was not.
-        releases: returns True for a release that does so.
     """
 
     feature: str
@@ -75,8 +73,19 @@ class Dependency:
     effect: str
     kind: str
     source: str
-    applies: Callable[[JobArguments], bool]
     size: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependency(Difference):
+    """A possible difference, with all dimensions on which it depends.
+
+    Attributes:
+        applies: returns True for a job that has it.
+        releases: returns True for a release that does so.
+    """
+
+    applies: Callable[[JobArguments], bool] = lambda job: True
     releases: Callable[[Version], bool] = lambda version: True
 
 
@@ -87,7 +96,6 @@ DEPENDENCIES = (
         "an iteration averages another number of samples",
         BY_DESIGN,
         "megatron/core/num_microbatches_calculator.py",
-        lambda job: True,
     ),
     Dependency(
         "--eod-mask-loss, --sft or own data without --calculate-per-token-loss",
@@ -95,8 +103,8 @@ DEPENDENCIES = (
         "the loss is averaged over each micro batch first, so that samples with few tokens weigh more or less",
         BY_DESIGN,
         "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        averages_masked,
         "9.6e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        applies=averages_masked,
     ),
     Dependency(
         "--eod-mask-loss, --sft or own data without --calculate-per-token-loss",
@@ -104,8 +112,8 @@ DEPENDENCIES = (
         "each context-parallel rank averages over its own tokens",
         DEFECT,
         "pretrain_gpt.py, `loss_func`, and megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        averages_masked,
         "5e-2 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        applies=averages_masked,
         releases=AVERAGES_BY_CONTEXT_RANK.is_of,
     ),
     Dependency(
@@ -115,8 +123,8 @@ DEPENDENCIES = (
         "end of a sample has fewer",
         DEFECT,
         _FURTHER_TOKENS,
-        lambda job: predicts_further(job, per_token=False),
         "8.3e-5 of the loss or the gradient norm (32 tokens)",
+        applies=lambda job: predicts_further(job, per_token=False),
     ),
     Dependency(
         "--mtp-num-layers with --calculate-per-token-loss",
@@ -124,8 +132,8 @@ DEPENDENCIES = (
         "the loss of further tokens is weighed by the tokens of each context-parallel rank",
         DEFECT,
         _FURTHER_TOKENS,
-        lambda job: predicts_further(job, per_token=True),
         "1.9e-4 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        applies=lambda job: predicts_further(job, per_token=True),
         releases=WEIGHS_FURTHER_TOKENS.is_of,
     ),
     Dependency(
@@ -134,8 +142,8 @@ DEPENDENCIES = (
         "the loss of further tokens is weighed by the tokens of each micro batch",
         DEFECT,
         _FURTHER_TOKENS,
-        lambda job: predicts_further(job, per_token=True) and has_masks(job),
         "5.4e-5 of the loss or the gradient norm (0 to 27 of 32 tokens masked)",
+        applies=lambda job: predicts_further(job, per_token=True) and has_masks(job),
         releases=WEIGHS_FURTHER_TOKENS.is_of,
     ),
     Dependency(
@@ -144,8 +152,8 @@ DEPENDENCIES = (
         "experts are balanced over the tokens of a micro batch",
         BY_DESIGN,
         f"{_ROUTER}, `_apply_aux_loss`",
-        lambda job: balances_by(job, ("aux_loss",)),
         "2.4e-3 of the gradient norm (coefficient 1)",
+        applies=lambda job: balances_by(job, ("aux_loss",)),
     ),
     Dependency(
         "--moe-router-load-balancing-type global_aux_loss",
@@ -153,8 +161,8 @@ DEPENDENCIES = (
         "each micro batch is balanced by those before it alone, and the loss is divided by the data-parallel size",
         DEFECT,
         f"{_ROUTER}, `_apply_global_aux_loss`",
-        lambda job: balances_by(job, ("global_aux_loss",)),
         "1.5e-2 of the gradient norm (coefficient 1)",
+        applies=lambda job: balances_by(job, ("global_aux_loss",)),
     ),
     Dependency(
         "a balancing loss with --calculate-per-token-loss",
@@ -162,8 +170,8 @@ DEPENDENCIES = (
         "its gradient is divided by the tokens of all tensor and context parallel ranks, but multiplied by one's",
         DEFECT,
         f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
-        lambda job: balances_per_token(job, _BALANCES),
         "2.5e-2 of the loss or the gradient norm (coefficient 1, core_v0.16.1)",
+        applies=lambda job: balances_per_token(job, _BALANCES),
         releases=SCALES_BALANCE_BY_RANK.is_of,
     ),
     Dependency(
@@ -172,8 +180,8 @@ DEPENDENCIES = (
         "its gradient is divided by the tokens of a micro batch, but multiplied by those of a sample",
         DEFECT,
         f"{_ROUTER}, `_apply_seq_aux_loss`",
-        lambda job: balances_per_token(job, ("seq_aux_loss",)),
         "2.5e-2 of the loss or the gradient norm (coefficient 1, core_v0.16.1)",
+        applies=lambda job: balances_per_token(job, ("seq_aux_loss",)),
         releases=SCALES_BALANCE_BY_BATCH.is_of,
     ),
     Dependency(
@@ -182,8 +190,8 @@ DEPENDENCIES = (
         "each rank drops tokens beyond the capacity of its own tokens",
         BY_DESIGN,
         "megatron/core/transformer/moe/moe_utils.py, `get_capacity`",
-        lambda job: bool(job.num_experts) and job.raw.get("moe_expert_capacity_factor") is not None,
         "3e-4 of the loss (factor 0.5)",
+        applies=lambda job: bool(job.num_experts) and job.raw.get("moe_expert_capacity_factor") is not None,
     ),
     Dependency(
         "--moe-router-load-balancing-type sinkhorn",
@@ -191,8 +199,8 @@ DEPENDENCIES = (
         "each rank balances its own tokens",
         BY_DESIGN,
         f"{_ROUTER}, `sinkhorn_load_balancing`",
-        lambda job: routes_by(job, "sinkhorn"),
         "1.5e-3 of the loss or the gradient norm",
+        applies=lambda job: routes_by(job, "sinkhorn"),
     ),
     Dependency(
         "--muon-tp-mode blockwise",
@@ -200,8 +208,8 @@ DEPENDENCIES = (
         "each shard of a matrix is orthogonalized by itself",
         BY_DESIGN,
         "megatron/core/optimizer/emerging_optimizers.py, `TensorParallelMuon`",
-        lambda job: is_muon(job, "blockwise"),
         "3.7e-3 of the gradient norm",
+        applies=lambda job: is_muon(job, "blockwise"),
     ),
     Dependency(
         "--softmax-type learnable",
@@ -211,8 +219,8 @@ DEPENDENCIES = (
         DEFECT,
         "megatron/core/transformer/dot_product_attention.py and megatron/core/tensor_parallel/layers.py, "
         "`param_is_not_tensor_parallel_duplicate`",
-        clips_sinks,
         "3.6e-1 of the gradient norm of sinks alone; below 1e-7 beside all others at the start of training",
+        applies=clips_sinks,
     ),
     Dependency(
         "gated delta nets without --sequence-parallel",
@@ -221,8 +229,8 @@ DEPENDENCIES = (
         DEFECT,
         "megatron/core/ssm/gated_delta_net, `out_norm`, and megatron/core/distributed/finalize_model_grads.py, "
         "`_allreduce_non_tensor_model_parallel_grads`",
-        has_delta_nets,
         "2.4e-5 of the loss or the gradient norm",
+        applies=has_delta_nets,
     ),
     Dependency(
         "fp8 with --fp8-recipe delayed",
@@ -230,7 +238,7 @@ DEPENDENCIES = (
         "scales follow the largest values of other groups and of as many micro batches as a history holds",
         BY_DESIGN,
         "megatron/core/parallel_state.py, `get_amax_reduction_group`, and megatron/core/fp8_utils.py",
-        has_delayed_scaling,
+        applies=has_delayed_scaling,
     ),
     Dependency(
         "dropout",
@@ -238,7 +246,7 @@ DEPENDENCIES = (
         "other elements are dropped out, as often as before",
         BY_CHANCE,
         "megatron/core/tensor_parallel/random.py, `model_parallel_cuda_manual_seed`",
-        drops_out,
+        applies=drops_out,
     ),
     Dependency(
         "another padding of the vocabulary",
@@ -246,31 +254,9 @@ DEPENDENCIES = (
         "untrained rows take part in the softmax",
         BY_DESIGN,
         "megatron/core/tensor_parallel/cross_entropy.py, `VocabParallelCrossEntropy`",
-        lambda job: True,
     ),
 )
 """All that depends on the layout. Label smoothing has no argument in Megatron's scripts."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A part of the training that is not the same under another layout.
-
-    Attributes:
-        feature: the arguments that bring it.
-        dimensions: the dimensions that change, and on which it depends.
-        effect: how it differs.
-        kind: `by design`, `by chance` or `defect`.
-        source: where that was read.
-        size: how much was measured; empty if that is unknown.
-    """
-
-    feature: str
-    dimensions: tuple[str, ...]
-    effect: str
-    kind: str
-    source: str
-    size: str
 
 
 def differences(

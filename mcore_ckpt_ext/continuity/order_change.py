@@ -12,7 +12,7 @@ SAME_ORDER: Final = "same order"
 EACH_ONCE: Final = "each sample once"
 CHANGES: Final = "changes"
 UNKNOWN: Final = "unknown"
-OF_THE_DATA_SET: Final = (
+NEEDS_DATA_SAMPLES: Final = (
     "no checkpoint has the size of the data set; with it, --data-samples of `mcore-ckpt plan` counts them"
 )
 """Why it is not known how many samples a random sampler reads again or never."""
@@ -72,7 +72,7 @@ class DataOrder:
 
     @property
     def is_remarkable(self) -> bool:
-        """True if a user should read it although the resume itself needs no line."""
+        """True if a user should read it even where a resume is otherwise silent."""
         return bool(self.note or self.indivisible or (self.is_changed and not self.goes_on))
 
     @property

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
-from mcore_ckpt_ext.continuity.order_change import CHANGES, OF_THE_DATA_SET, UNKNOWN, OrderChange
+from mcore_ckpt_ext.continuity.cyclic import CYCLIC, ReadingLayout
+from mcore_ckpt_ext.continuity.order_change import CHANGES, NEEDS_DATA_SAMPLES, UNKNOWN, OrderChange
 from mcore_ckpt_ext.continuity.read_counts import has_same_epochs
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
@@ -24,6 +24,8 @@ BRIDGE: Final = "Megatron-Bridge"
 SWIFT: Final = "ms-swift"
 _BRIDGE_SAMPLERS = "megatron/bridge/data/samplers.py, `build_pretraining_data_loader`"
 _SWIFT_SAMPLER = "swift/megatron/trainers/batch_sampler.py, `MegatronPretrainingRandomSampler`"
+_SHARDED = "each rank reads a part of the data set of its own, so that samples are read again or never"
+_NOT_RECORDED = "the order is the same only if an epoch has as many samples under both, which is not recorded"
 _RECORDED_BY_SWIFT = ("train_dataloader_shuffle", "data_sharding", "streaming")
 
 
@@ -36,7 +38,7 @@ def loop_of(job: JobArguments) -> str:
     return BRIDGE if job.dataloader_type else ""
 
 
-def loader_of(job: JobArguments) -> str:
+def loader_in_words(job: JobArguments) -> str:
     """Return the loader of a job of such a loop, in the words of its loop."""
     if loop_of(job) == BRIDGE:
         return f"{job.dataloader_type} of {BRIDGE}"
@@ -69,7 +71,7 @@ def _bridge_changes(
 ) -> Iterator[OrderChange]:
     """Yield the changes of a Bridge loader; two deal out whole global batches."""
     loader = written.dataloader_type
-    if loader == "cyclic":
+    if loader == CYCLIC:
         yield from _random_sampler_changes(written, before, now, samples, _BRIDGE_SAMPLERS)
     elif loader == "batch":
         if written.global_batch_size != running.global_batch_size:
@@ -82,7 +84,7 @@ def _bridge_changes(
             )
     elif loader != "single":
         yield OrderChange(
-            f"the loader {loader_of(written)}", "its order is not recorded", _BRIDGE_SAMPLERS, verdict=UNKNOWN
+            f"the loader {loader_in_words(written)}", "its order is not recorded", _BRIDGE_SAMPLERS, verdict=UNKNOWN
         )
 
 
@@ -92,7 +94,7 @@ def _swift_changes(
     """Yield the changes of ms-swift's loader: the random sampler, but for streams."""
     if written.raw.get("streaming"):
         yield OrderChange(
-            f"the loader {loader_of(written)}", "a stream has no position in a checkpoint", verdict=UNKNOWN
+            f"the loader {loader_in_words(written)}", "a stream has no position in a checkpoint", verdict=UNKNOWN
         )
         return
     is_grouped = bool(written.raw.get("group_by_length"))
@@ -124,13 +126,9 @@ def _random_sampler_changes(
     else:
         why = f"an epoch of {counted(samples, 'sample')} is another one"
     verdict = UNKNOWN if why == _NOT_RECORDED else CHANGES
-    uncounted = OF_THE_DATA_SET if loop_of(written) == BRIDGE else "the seed of the loader is not recorded"
+    uncounted = NEEDS_DATA_SAMPLES if loop_of(written) == BRIDGE else "the seed of the loader is not recorded"
     yield OrderChange(_layouts_in_words(written, before, now), why, source, f"keep {before}", verdict, uncounted)
 
 
-_SHARDED = "each rank reads a part of the data set of its own, so that samples are read again or never"
-_NOT_RECORDED = "the order is the same only if an epoch has as many samples under both, which is not recorded"
-
-
 def _layouts_in_words(written: JobArguments, before: ReadingLayout, now: ReadingLayout) -> str:
-    return f"the loader {loader_of(written)} by {before}, now {now}"
+    return f"the loader {loader_in_words(written)} by {before}, now {now}"

@@ -82,25 +82,28 @@ def count_reads(samples: int, consumed: int, before: ReadingLayout, now: Reading
     again = 0
     never = 0
     for number in range(min(old.epoch, new.epoch), max(old.epoch, new.epoch) + 1):
-        whole = _order_of(old, number)
+        old_order = _samples_in_order(old, number)
         was_read = bytearray(samples)
-        for sample in whole[: _position(old, number, consumed)]:
+        for sample in old_order[: _consumed_of(old, number, consumed)]:
             was_read[sample] = 1
-        for sample in _order_of(new, number)[_position(new, number, consumed) :]:
+        for sample in _samples_in_order(new, number)[_consumed_of(new, number, consumed) :]:
             again += was_read[sample]
             was_read[sample] = 1
-        never += sum(not was_read[sample] for sample in whole)
+        never += sum(not was_read[sample] for sample in old_order)
     return ReadCounts(again, never)
 
 
-def _order_of(epoch: EpochInProgress, number: int) -> list[int]:
-    """Return the samples of another epoch in the order of one, without those that fill no step."""
-    sample_at = replace(epoch, epoch=number).sample_at(drawn_permutation)
-    return [sample_at(position) for position in range(epoch.end - epoch.start)]
+def _samples_in_order(present: EpochInProgress, number: int) -> list[int]:
+    """Return the samples of the epoch with a number, in the order of the layout of the one in progress.
+
+    Those that fill no step are left out.
+    """
+    sample_at = replace(present, epoch=number).sample_at(drawn_permutation)
+    return [sample_at(position) for position in range(present.end - present.start)]
 
 
-def _position(epoch: EpochInProgress, number: int, consumed: int) -> int:
-    """Return how many samples of an epoch were read; `epoch` is the one in progress."""
-    if number == epoch.epoch:
-        return consumed - epoch.start
-    return epoch.end - epoch.start if number < epoch.epoch else 0
+def _consumed_of(present: EpochInProgress, number: int, consumed: int) -> int:
+    """Return how many samples of the epoch with a number were consumed, all by one layout."""
+    if number == present.epoch:
+        return consumed - present.start
+    return present.end - present.start if number < present.epoch else 0

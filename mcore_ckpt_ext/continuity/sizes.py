@@ -29,14 +29,19 @@ def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
 
 
 def sizes_of(
-    layout: ParallelLayout, micro: int | None, whole: int | None, rows: int | None, *, divides_sequence: bool
+    layout: ParallelLayout,
+    micro_batch: int | None,
+    global_batch: int | None,
+    rows: int | None,
+    *,
+    divides_sequence: bool,
 ) -> dict[str, float | None]:
     """Return the sizes on which the computation of a job may depend; None for unknown ones.
 
     Args:
         layout: its parallel layout.
-        micro: samples of a micro batch.
-        whole: samples of a global batch.
+        micro_batch: samples of a micro batch.
+        global_batch: samples of an iteration.
         rows: rows of the vocabulary, padding included.
         divides_sequence: whether tensor-parallel ranks divide the sequence.
     """
@@ -46,10 +51,10 @@ def sizes_of(
     context = sizes["context"]
     shards = None if tensor is None or context is None else context * (tensor if divides_sequence else 1)
     return {
-        MICRO_BATCH: micro,
-        GLOBAL_BATCH: whole,
-        MICRO_BATCHES: whole / (micro * data) if micro and whole and data else None,
-        RANK_TOKENS: micro / shards if micro and shards else None,
+        MICRO_BATCH: micro_batch,
+        GLOBAL_BATCH: global_batch,
+        MICRO_BATCHES: global_batch / (micro_batch * data) if micro_batch and global_batch and data else None,
+        RANK_TOKENS: micro_batch / shards if micro_batch and shards else None,
         TENSOR: tensor,
         CONTEXT: context,
         DATA: data,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.continuity.batch_sizes import ramp_divisor
+from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_sizes import number_of
@@ -51,7 +51,7 @@ class Choice:
         The layout has to divide every step of a ramp, too.
         """
         is_same = batch_of(self.job)[1] in (self.global_batch, None)
-        return is_same and ramp_divisor(self.job) % (self.micro_batch * self.layout.data) == 0
+        return is_same and batch_divisor(self.job) % (self.micro_batch * self.layout.data) == 0
 
     @property
     def keeps_batch(self) -> bool:

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.elastic import use_key
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
 from mcore_ckpt_ext.layout_choice.memory import Buffers
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.order import usage_key
+from mcore_ckpt_ext.layout_choice.search import search
 
 _MOST_FEWER = 64
 _MOST_COMPARED = 4
@@ -36,7 +37,8 @@ def with_fewer_gpus(
     """
 
     def keeps(candidate: FoundLayout) -> bool:
-        return candidate.fits is not False and candidate.keeps_batch and candidate.choice.layout.tensor == old.tensor
+        choice = candidate.choice
+        return candidate.fits is not False and choice.keeps_batch and choice.layout.tensor == old.tensor
 
     if candidates and keeps(candidates[0]):
         return []
@@ -47,4 +49,4 @@ def with_fewer_gpus(
         smaller = replace(request, gpus=gpus, pins={"tensor": old.tensor})
         best = next(filter(keeps, search(job, table, old, smaller, buffers).found), None)
         fewer += [best] if best is not None else []
-    return sorted(fewer, key=lambda candidate: use_key(candidate, old, request))[:2]
+    return sorted(fewer, key=lambda candidate: usage_key(candidate, old, request))[:2]

@@ -18,7 +18,7 @@ import numpy as np
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, align, bucket_alignment
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS, Flags, LocalColumns, Numbers
-from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, StageHolding
+from mcore_ckpt_ext.layout_choice.model_table import ALL_PARAMETERS, NO_EXPERTS, Holding, ModelTable, StageHolding
 
 # `_NUMEL_EPSILON` of `_compute_per_buffer_param_layout`.
 _EXCESS = 0.3
@@ -51,7 +51,7 @@ class Packing:
     shard_size: int
 
 
-def dealt(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
+def deal(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
     """Return the rank of each parameter; of equal sizes, matrices come first, as Muon's groups do."""
     order = np.lexsort((~is_matrix, elements))
     turn = np.arange(len(order)) % (2 * ranks)
@@ -60,7 +60,7 @@ def dealt(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
     return owners
 
 
-def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high_bandwidth: bool = False) -> Packing:
+def pack(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high_bandwidth: bool = False) -> Packing:
     """Pack matrices into one shard for each rank.
 
     Args:
@@ -109,19 +109,18 @@ def layer_wise_stages(
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
     is_separate = layout.separates_experts
-    dense = table.local(layout.tensor, layout.expert_tensor, None if is_separate else 0)
+    dense = table.local(layout.tensor, layout.expert_tensor, NO_EXPERTS if is_separate else ALL_PARAMETERS)
     experts = table.local(layout.tensor, layout.expert_tensor, layout.expert) if is_separate else None
     stages = []
     for pipeline, stage in enumerate(held):
         chunks = _chunks(dense, ranges, pipeline, table.copies)
         ranks = layout.data * layout.context
-        shared = _shared_out(stage.dense, dense, chunks, ranks, rule, high_bandwidth)
-        if experts is None:
-            stages.append(StageHolding(shared, stage.experts))
-            continue
-        chunks = _chunks(experts, ranges, pipeline, 0)
-        shared_experts = _shared_out(stage.experts, experts, chunks, layout.expert_data, rule, high_bandwidth)
-        stages.append(StageHolding(shared, shared_experts))
+        dense_share = _fullest_share(stage.dense, dense, chunks, ranks, rule, high_bandwidth)
+        expert_share = stage.experts
+        if experts is not None:
+            chunks = _chunks(experts, ranges, pipeline, 0)
+            expert_share = _fullest_share(stage.experts, experts, chunks, layout.expert_data, rule, high_bandwidth)
+        stages.append(StageHolding(dense_share, expert_share))
     return tuple(stages)
 
 
@@ -139,7 +138,7 @@ def _chunks(local: LocalColumns, ranges: Sequence[Sequence[range]], pipeline: in
         yield np.concatenate([np.flatnonzero(chosen), more])
 
 
-def _shared_out(
+def _fullest_share(
     holding: Holding, local: LocalColumns, chunks: Iterable[Numbers], ranks: int, rule: LayerWise, high_bandwidth: bool
 ) -> Holding:
     """Replace the state of all ranks together by the state of the fullest rank.
@@ -151,16 +150,16 @@ def _shared_out(
     stored = holding.shared_stored + holding.whole_stored
     holding = replace(holding, shared_state=0, shared_stored=stored, whole_stored=0)
     if rule is LayerWise.DEALT:
-        every = local.chosen(np.concatenate(list(chunks)))
-        state = np.bincount(dealt(every.elements, every.is_matrix, ranks), weights=every.state, minlength=ranks)
+        every = local.select(np.concatenate(list(chunks)))
+        state = np.bincount(deal(every.elements, every.is_matrix, ranks), weights=every.state, minlength=ranks)
         return replace(holding, whole_state=int(np.max(state)))
     kept = np.zeros(ranks)
     others = 0
     elements = 0
-    for chunk in map(local.chosen, chunks):
-        matrices = chunk.chosen(chunk.is_matrix)
-        rest = chunk.chosen(~chunk.is_matrix)
-        packing = packed(matrices.rows, matrices.columns, ranks, rule, high_bandwidth=high_bandwidth)
+    for chunk in map(local.select, chunks):
+        matrices = chunk.select(chunk.is_matrix)
+        rest = chunk.select(~chunk.is_matrix)
+        packing = pack(matrices.rows, matrices.columns, ranks, rule, high_bandwidth=high_bandwidth)
         kept += np.bincount(packing.shard_of, weights=matrices.state, minlength=ranks)
         ends = int((-(-rest.elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT).sum())
         padded = align(ends, bucket_alignment(ranks, high_bandwidth))

@@ -37,6 +37,6 @@ class LocalColumns:
     place: Numbers
     is_embedding: Flags
 
-    def chosen(self, chosen: Flags | Numbers) -> LocalColumns:
-        """Select parameters by a mask or by their numbers."""
-        return LocalColumns(*(getattr(self, field.name)[chosen] for field in fields(self)))
+    def select(self, selection: Flags | Numbers) -> LocalColumns:
+        """Return some of the parameters, by a mask or by their numbers."""
+        return LocalColumns(*(getattr(self, field.name)[selection] for field in fields(self)))

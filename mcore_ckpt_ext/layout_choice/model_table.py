@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 
@@ -15,6 +15,10 @@ from mcore_ckpt_ext.layout.local_parameters import Cut
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS, Flags, LocalColumns, Numbers
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 
+NO_EXPERTS = -1
+ALL_PARAMETERS = 0
+"""In the place of an expert parallel size: the parameters outside experts, or all, where no rank divides experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -24,7 +28,7 @@ class Parameter:
         name: its name in model space.
         shape: the shape of the whole tensor; for a table of tokens without rows of padding, if their number is known.
         weight_bytes: bytes of one element of the weight.
-        place: the decoder layer's number; -1 before the layers (embedding), -2 after them (norms, output layer).
+        place: the decoder layer's number; `BEFORE_LAYERS` (embedding) or `AFTER_LAYERS` (norms, output layer).
         cut: how tensor-parallel ranks shard it; None if it is replicated.
         expert: the number of its expert; None outside experts.
         is_vocabulary: whether it has a row for every token, padded for the tensor parallel size.
@@ -122,14 +126,14 @@ class _Totals:
     after: Numbers
     copied: Numbers
 
-    def holding(self, spans: Sequence[range], ends: Sequence[int], copies: int) -> Holding:
-        """Return the totals of these layers, and of parameters before the first and after the last one."""
+    def holding(self, spans: Iterable[range], *, is_first: bool, is_last: bool, copies: int) -> Holding:
+        """Return the totals of a stage with these layers, which may be the first or the last stage."""
         totals = np.zeros_like(self.before)
         for span in spans:
             totals += self.inside[span.stop] - self.inside[span.start]
-        if BEFORE_LAYERS in ends:
+        if is_first:
             totals += self.before
-        if AFTER_LAYERS in ends:
+        if is_last:
             totals += self.after
         totals += copies * self.copied
         return Holding(*totals.tolist())
@@ -211,55 +215,52 @@ class ModelTable:
             expert_tensor: tensor parallel size of experts.
             expert: expert parallel size.
         """
-        is_separate = expert > 1 or expert_tensor != tensor
-        dense = self._totals(tensor, expert_tensor, None if is_separate else 0)
+        is_separate = expert > 1 or expert_tensor != tensor  # `ParallelLayout.separates_experts`
+        dense = self._totals(tensor, expert_tensor, NO_EXPERTS if is_separate else ALL_PARAMETERS)
         experts = self._totals(tensor, expert_tensor, expert) if is_separate else None
-        last = len(ranges) - 1
         holdings = []
         for rank, spans in enumerate(ranges):
-            places = [*(span for span in spans if span)]
-            ends = ([BEFORE_LAYERS] if rank == 0 else []) + ([AFTER_LAYERS] if rank == last else [])
-            copies = self.copies if rank == last and last > 0 else 0
-            holdings.append(
-                StageHolding(
-                    dense.holding(places, ends, copies),
-                    Holding() if experts is None else experts.holding(places, ends, 0),
-                )
-            )
+            is_first = rank == 0
+            is_last = rank == len(ranges) - 1
+            copies = self.copies if is_last and not is_first else 0
+            held = StageHolding(dense.holding(spans, is_first=is_first, is_last=is_last, copies=copies), Holding())
+            if experts is not None:
+                held = replace(held, experts=experts.holding(spans, is_first=is_first, is_last=is_last, copies=0))
+            holdings.append(held)
         return holdings
 
-    def local(self, tensor: int, expert_tensor: int, expert: int | None) -> LocalColumns:
+    def local(self, tensor: int, expert_tensor: int, expert: int) -> LocalColumns:
         """Return one rank's part of every parameter.
 
-        `expert`: None for all parameters except experts; 0 for all parameters; otherwise the expert parallel size, for
-        the experts of one rank.
+        `expert`: `NO_EXPERTS`, `ALL_PARAMETERS`, or the expert parallel size, for the experts of one rank alone.
         """
         local, chosen = self._divided(tensor, expert_tensor, expert)
-        return local.chosen(chosen)
+        return local.select(chosen)
 
-    def _divided(self, tensor: int, expert_tensor: int, expert: int | None) -> tuple[LocalColumns, Flags]:
+    def _divided(self, tensor: int, expert_tensor: int, expert: int) -> tuple[LocalColumns, Flags]:
         """Return one rank's part of every parameter, and a mask of the parameters that the rank has."""
         columns = self._columns
         is_expert = columns["expert"] >= 0
-        if expert is None:
+        if expert == NO_EXPERTS:
             chosen = ~is_expert
-        elif expert == 0:
+        elif expert == ALL_PARAMETERS:
             chosen = np.ones_like(is_expert)
         else:
             experts = 1 + max((parameter.expert or 0 for parameter in self.parameters), default=0)
             chosen = is_expert & (columns["expert"] < experts // expert)
         ranks = np.where(is_expert, expert_tensor, tensor)
-        whole = np.where(columns["rows"] > 0, columns["rest"] * self.padded_rows(tensor), columns["numel"])
+        is_vocabulary = columns["is_vocabulary"] > 0
+        whole = np.where(is_vocabulary, columns["row_elements"] * self.padded_rows(tensor), columns["numel"])
         elements = np.where(columns["cut"] >= 0, whole // ranks, whole)
         is_matrix = columns["matrix_columns"] > 0
         width = np.where(columns["cut"] == 1, columns["matrix_columns"] // ranks, columns["matrix_columns"])
         local = LocalColumns(
             elements, elements // np.maximum(width, 1), width, elements * columns["state_bytes"], is_matrix,
-            columns["place"], (columns["rows"] > 0) & (columns["place"] == BEFORE_LAYERS),
+            columns["place"], is_vocabulary & (columns["place"] == BEFORE_LAYERS),
         )  # fmt: skip
         return local, chosen
 
-    def _counted(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
+    def _counted(self, tensor: int, expert_tensor: int, expert: int) -> _Totals:
         """Return running totals over layers; for `expert` see `local`."""
         columns = self._columns
         local, chosen = self._divided(tensor, expert_tensor, expert)
@@ -305,8 +306,8 @@ class ModelTable:
         all_of = self.parameters
         return {
             "numel": column(prod(tensor.shape) for tensor in all_of),
-            "rest": column(prod(tensor.shape[1:]) for tensor in all_of),
-            "rows": column(tensor.shape[0] if tensor.is_vocabulary else 0 for tensor in all_of),
+            "row_elements": column(prod(tensor.shape[1:]) for tensor in all_of),
+            "is_vocabulary": column(tensor.is_vocabulary for tensor in all_of),
             "cut": column(-1 if tensor.cut is None else tensor.cut.axis for tensor in all_of),
             "matrix_columns": column(
                 tensor.shape[1] if len(tensor.shape) == 2 and not tensor.is_vocabulary else 0 for tensor in all_of

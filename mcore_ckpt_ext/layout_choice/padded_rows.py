@@ -17,23 +17,17 @@ class PaddedRows:
     """
 
     def __init__(self, tokens: int | None, stored: int, divisor: int) -> None:
-        """`tokens`: the number without padding; if it is None, the `stored` rows are padded further."""
+        """`tokens`: the number without padding; if it is None, the `stored` rows are padded further.
+
+        `stored`: the rows in the checkpoint; 0 if they are unknown. `divisor`: that of the job.
+        """
+        self.stored = stored
         self._tokens = tokens
-        self._stored = stored
         self._divisor = divisor
 
     def __call__(self, tensor: int) -> int:
         """Return the number of rows for a tensor-parallel size, with the divisor that `divisor_for` returns."""
         return self._padded((self.divisor_for(tensor) or self._divisor) * tensor)
-
-    def default_rows(self, tensor: int) -> int:
-        """Return the number of rows for a tensor-parallel size with the job's own divisor."""
-        return self._padded(self._divisor * tensor)
-
-    @property
-    def stored(self) -> int:
-        """Rows in the checkpoint; 0 if they are unknown."""
-        return self._stored
 
     def divisor_for(self, tensor: int) -> int | None:
         """Return the divisor that keeps the rows of the checkpoint, as small as possible.
@@ -41,8 +35,8 @@ class PaddedRows:
         Returns:
             None if the job's own divisor keeps them, or none does.
         """
-        rows = self._stored
-        if not rows or rows % tensor or self.default_rows(tensor) == rows:
+        rows = self.stored
+        if not rows or rows % tensor or self._padded(self._divisor * tensor) == rows:
             return None
         shares = rows // tensor
         padding = rows - self._tokens if self._tokens is not None else rows - 1
@@ -50,4 +44,4 @@ class PaddedRows:
         return min((size for size in divisors if size * tensor > padding >= 0), default=None)
 
     def _padded(self, multiple: int) -> int:
-        return -(-(self._tokens or self._stored) // multiple) * multiple
+        return -(-(self._tokens or self.stored) // multiple) * multiple

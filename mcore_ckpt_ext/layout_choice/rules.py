@@ -1,8 +1,8 @@
 """The rules by which Megatron accepts or refuses a parallel layout for a model, with their sources.
 
-A rule is a function of a `Choice` that returns why Megatron refuses it, or None. The list `RULES` is the only place for
-such a rule; candidates, refusals and the documentation are made from it. Unless a rule names other versions, it was
-read in core_v0.12.0 to 0.19.2 and the development head of August 2026.
+A rule is a function of a `Choice` that returns why Megatron refuses it, or None. The list `RULES` has all of them,
+those of `expert_rules` and `option_rules` included; candidates, refusals and the documentation are made from it. Unless
+a rule names other versions, it was read in core_v0.12.0 to 0.19.2 and the development head of August 2026.
 """
 
 from __future__ import annotations

@@ -52,37 +52,35 @@ class StageSplit:
         return ranges
 
 
-def stage_splits(
-    job: JobArguments, pipeline: int, virtual: int, version: Version, extra_layers: int = 0
-) -> Iterator[StageSplit]:
+def stage_splits(job: JobArguments, pipeline: int, virtual: int, version: Version) -> Iterator[StageSplit]:
     """Yield divisions of the layers among `pipeline` ranks of `virtual` stages each, the simplest first.
 
     The job's own flags are kept for its own number of stages. Otherwise an even split needs no flag. If there is none,
-    the job's own flags may divide the layers, or the last stage, or
-    the first and the last one, may have fewer layers (`--decoder-last-pipeline-num-layers`,
-    `--decoder-first-pipeline-num-layers`). If that fails, a layout string names every stage.
+    the job's own flags may divide the layers, or the last stage, or the first and the last one, may have fewer layers
+    (`--decoder-last-pipeline-num-layers`, `--decoder-first-pipeline-num-layers`). If that fails, a layout string names
+    every stage.
 
     Args:
         job: arguments of the model.
         pipeline: pipeline parallel size.
         virtual: model chunks per pipeline rank.
         version: the Megatron release that would run.
-        extra_layers: layers for multi-token prediction, which a layout string has to name.
     """
     total = job.num_layers
     if total is None:
         return
     seen: set[tuple[tuple[int, ...], ...]] = set()
-    for arguments in _candidates(job, total, pipeline, virtual, version, extra_layers):
-        split = applied_split(job, arguments, pipeline, virtual, extra_layers)
+    for arguments in _candidates(job, total, pipeline, virtual, version):
+        split = applied_split(job, arguments, pipeline, virtual)
         if split is not None and split.layers not in seen:
             seen.add(split.layers)
             yield split
 
 
 def _candidates(
-    job: JobArguments, total: int, pipeline: int, virtual: int, version: Version, extra_layers: int
+    job: JobArguments, total: int, pipeline: int, virtual: int, version: Version
 ) -> Iterator[dict[str, Any]]:
+    """Yield values of the arguments that divide the layers; Megatron may refuse them."""
     if is_hybrid(job):
         # A pattern may name its segments; `layers_by_chunk` checks whether they fit.
         yield {name: job.value(name) for name in _SPLIT_ARGUMENTS if not name.startswith("account_for")}
@@ -100,7 +98,7 @@ def _candidates(
     if has_own:
         yield split_arguments
     share = -(-total // pipeline)
-    for full in (share, share + share % virtual):
+    for full in (share, share + share % virtual):  # two virtual stages cannot share an odd number
         last = total - full * (pipeline - 1)
         if pipeline > 1 and 0 < last < full:
             yield {"decoder_last_pipeline_num_layers": last}
@@ -108,7 +106,8 @@ def _candidates(
         if pipeline > 2 and 1 < ends < 2 * full:
             yield {"decoder_first_pipeline_num_layers": -(-ends // 2), "decoder_last_pipeline_num_layers": ends // 2}
     if TAKES_STAGE_LAYOUTS.is_of(version) and 2 * total >= pipeline * virtual - 2 and pipeline > 1:
-        yield {"pipeline_model_parallel_layout": layout_string(_balanced(total, pipeline * virtual), extra_layers)}
+        counts = _balanced(total, pipeline * virtual)
+        yield {"pipeline_model_parallel_layout": layout_string(counts, job.mtp_num_layers or 0)}
 
 
 def _balanced(total: int, stages: int) -> list[int]:
@@ -124,7 +123,7 @@ def _balanced(total: int, stages: int) -> list[int]:
     return counts
 
 
-def layout_string(counts: list[int], extra_layers: int = 0) -> str:
+def layout_string(counts: list[int], predicted: int = 0) -> str:
     """Return the `--pipeline-model-parallel-layout` for stages with these numbers of decoder layers.
 
     `E` is the embedding, `t` a decoder layer, `m` a layer for multi-token prediction, `L` the loss; `|` separates
@@ -133,15 +132,13 @@ def layout_string(counts: list[int], extra_layers: int = 0) -> str:
     """
     stages = ["t" * count for count in counts]
     stages[0] = f"E{stages[0]}"
-    stages[-1] += "m" * extra_layers + "L"
+    stages[-1] += "m" * predicted + "L"
     runs = [(stage, len(list(run))) for stage, run in groupby(stages[:-1])]
     parts = [f"({stage}|)*{count}" if count > 1 and stage else f"{stage}|" * count for stage, count in runs]
     return "".join([*parts, stages[-1]])
 
 
-def applied_split(
-    job: JobArguments, arguments: Mapping[str, Any], pipeline: int, virtual: int, extra_layers: int = 0
-) -> StageSplit | None:
+def applied_split(job: JobArguments, arguments: Mapping[str, Any], pipeline: int, virtual: int) -> StageSplit | None:
     """Return the split that Megatron derives from these arguments.
 
     Returns:
@@ -152,7 +149,7 @@ def applied_split(
     text = chosen["pipeline_model_parallel_layout"]
     if text and text != job.pipeline_model_parallel_layout and not is_hybrid(job):
         counts = _balanced(job.num_layers or 0, pipeline * virtual)
-        if layout_string(counts, extra_layers) != text:
+        if layout_string(counts, job.mtp_num_layers or 0) != text:
             return None
         return StageSplit(tuple(tuple(counts[rank::pipeline]) for rank in range(pipeline)), items)
     layout = replace(ParallelLayout.from_arguments(job), pipeline=pipeline, virtual_pipeline=virtual)

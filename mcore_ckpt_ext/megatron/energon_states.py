@@ -24,8 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, is_first_rank
-from mcore_ckpt_ext.continuity.data_order import has_saved_loader
-from mcore_ckpt_ext.continuity.energon import LoaderSizes
+from mcore_ckpt_ext.continuity.energon import LoaderSizes, saves_loader_states
 from mcore_ckpt_ext.continuity.order_change import CHANGES, DataOrder, OrderChange
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -89,7 +88,7 @@ def with_states(
         running: the arguments of the job that resumes it.
         folder: the name of the checkpoint's folder.
     """
-    if order.changes or not has_saved_loader(running):
+    if order.changes or not saves_loader_states(running):
         return order, None
     try:
         states = _find(written, running, folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.communicator import Communicator, SingleProcess, run_on_all, total
-from mcore_ckpt_ext.continuity.data_order import has_saved_loader
+from mcore_ckpt_ext.continuity.energon import saves_loader_states
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable, shorten
 from mcore_ckpt_ext.families.config_keys import accepting
@@ -227,7 +227,7 @@ def convert(
 
 def _left_to_loader(job: JobArguments) -> list[str]:
     """Return a note if the job has saved states of a data loader, which are no part of its checkpoint."""
-    if not has_saved_loader(job):
+    if not saves_loader_states(job):
         return []
     place = shorten(str(job.dataloader_save))
     return [

@@ -19,11 +19,11 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.choice import batch_of
-from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, choose
-from mcore_ckpt_ext.layout_choice.memory import Memory
+from mcore_ckpt_ext.layout_choice.elastic import ElasticResult, choose
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
+from mcore_ckpt_ext.layout_choice.memory import Memory, bubble_fraction
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR
-from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
@@ -227,11 +227,12 @@ def _chosen(
             hint="give it: without it, Megatron derives the batch from the number of GPUs",
         )
     old = ParallelLayout.from_arguments(job)
-    request = ElasticRequest(gpus, gpus_per_node, version, gpu_memory, recomputation_of(job, None), may_change_batch)
-    choice = choose(job, table, old, request, buffers_of(job, table, version))
-    if choice.chosen is None:
-        raise _refusal(choice, old, gpus, gpu_memory)
-    return _described(choice.chosen, job, old, gpus)
+    request = SearchRequest(gpus, gpus_per_node, version, gpu_memory, recomputation=recomputation_of(job, None))
+    buffers = buffers_of(job, table, version)
+    result = choose(job, table, old, request, buffers, may_change_batch=may_change_batch)
+    if result.chosen is None:
+        raise _refusal(result, old, gpus, gpu_memory)
+    return _described(result.chosen, job, old, gpus)
 
 
 def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
@@ -250,7 +251,7 @@ def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, g
         global_batch_size=choice.global_batch,
         old_batch_sizes=(micro, whole or choice.global_batch),
         memory=candidate.memory,
-        bubble=round(candidate.bubble, 4),
+        bubble=round(bubble_fraction(choice), 4),
         arguments=MappingProxyType(_arguments(candidate, job, old)),
         flags=" ".join(flags_of(candidate)),
         removed_flags=tuple(removed_flags_of(candidate, job)),
@@ -291,10 +292,10 @@ def _divisor(job: JobArguments, old: ParallelLayout, layout: ParallelLayout) -> 
 
 
 def _refusal(
-    choice: ElasticChoice, old: ParallelLayout, gpus: int, gpu_memory: int | None
+    result: ElasticResult, old: ParallelLayout, gpus: int, gpu_memory: int | None
 ) -> UnsupportedCheckpointError:
-    reasons = list(dict.fromkeys(f"{layout}: {reason}" for layout, reason in choice.reasons))
-    needed = "" if choice.least_memory is None else f"; the smallest needs {format_bytes(choice.least_memory)} of a GPU"
+    reasons = list(dict.fromkeys(f"{layout}: {reason}" for layout, reason in result.reasons))
+    needed = "" if result.least_memory is None else f"; the smallest needs {format_bytes(result.least_memory)} of a GPU"
     return UnsupportedCheckpointError(
         f"no layout of {counted(gpus, 'GPU')} keeps the training of {old}",
         found="; ".join(reasons[:_SHOWN]) or "no sizes to try",

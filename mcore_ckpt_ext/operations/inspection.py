@@ -9,7 +9,7 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from mcore_ckpt_ext.continuity.data_order import description
+from mcore_ckpt_ext.continuity.data_order import data_description
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import reraise_as_unreadable
 from mcore_ckpt_ext.formats.accounts import account_of
@@ -109,7 +109,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         account=account_of(checkpoint, elements=False),
         described_by=checkpoint.format_reader.described_by,
         unbelieved=tuple(checkpoint.format_reader.problems),
-        data={} if checkpoint.is_release else description(checkpoint.arguments),
+        data={} if checkpoint.is_release else data_description(checkpoint.arguments),
     )
 
 

@@ -12,9 +12,9 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout
 from mcore_ckpt_ext.layout_choice.options import Recomputation
 from mcore_ckpt_ext.layout_choice.order import keeps_rows
-from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 
 

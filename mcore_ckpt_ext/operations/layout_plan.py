@@ -22,9 +22,10 @@ from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.fewer_gpus import with_fewer_gpus
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, join_virtual_stages, search
+from mcore_ckpt_ext.layout_choice.search import join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.assumed_release import release_of
@@ -237,10 +238,7 @@ def plan(
             gpu_memory=request.memory,
             gpu_memory_source=source,
             excluded=dict(result.excluded),
-            nearest=tuple(
-                (str(layout), reason)
-                for _, layout, reason in sorted(result.nearest.values(), key=lambda exclusion: exclusion[0])
-            ),
+            nearest=tuple((str(exclusion.layout), exclusion.reason) for exclusion in result.nearest_first),
             unknown=unknown_arguments(job),
             replaced=replaced_values(checkpoint.arguments, stated),
         )
@@ -304,7 +302,7 @@ def _planned(
         layers_per_stage=tuple(map(sum, choice.split.layers)) if choice.split else (),
         fits=candidate.fits,
         memory=candidate.memory,
-        bubble=round(candidate.bubble, 4),
+        bubble=round(bubble_fraction(choice), 4),
         micro_batch_size=choice.micro_batch,
         global_batch_size=choice.global_batch if job.global_batch_size is not None else None,
         read_per_rank=max(stage.bytes_read(*shares) for stage in candidate.holdings),

@@ -9,7 +9,8 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.search import Search, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.found_layout import SearchRequest
+from mcore_ckpt_ext.layout_choice.search import Search, search
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
@@ -76,7 +77,7 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
         # The files are those of a job that divides the same layers otherwise.
         model = model.replace(hybrid_layer_pattern=pattern.replace("|", ""))
     refusal = search_sizes(checkpoint, model, model, layout.pipeline * model_ranks, sizes, version).refusal
-    return None if refusal is None else refusal[1]
+    return None if refusal is None else refusal.reason
 
 
 def refusal_of_stored_files(checkpoint: CheckpointView) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.continuity.data_order import description
+from mcore_ckpt_ext.continuity.data_order import data_description
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted, format_value
 from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
@@ -55,7 +55,7 @@ def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[Metad
         counts = _counted(a, key), _counted(b, key)
         if "none" not in counts and counts[0] != counts[1]:
             yield MetadataDifference(label, *counts)
-    read = [description(checkpoint.arguments) for checkpoint in (a, b)]
+    read = [data_description(checkpoint.arguments) for checkpoint in (a, b)]
     for label in sorted(read[0].keys() & read[1].keys() - {"consumed"}):
         if read[0][label] != read[1][label]:
             yield MetadataDifference(f"data: {label}", read[0][label], read[1][label])

@@ -9,7 +9,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import Cut, whole_cut
 from mcore_ckpt_ext.layout.parallel import has_varying_layers
-from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS
+from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, number_of
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
@@ -28,8 +28,6 @@ from mcore_ckpt_ext.model_space.anatomy import (
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, dtype_named
-
-_BEFORE = -1
 
 
 def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
@@ -112,7 +110,7 @@ def _place(name: str, block: str, prefix: str, job: JobArguments) -> int:
     if layer is not None and layer.block == block:
         return layer.number
     if precedes_layers(name, prefix):
-        return _BEFORE
+        return BEFORE_LAYERS
     return place_after_layers(name.removeprefix(prefix), job)
 
 
@@ -132,7 +130,7 @@ def table_of_arguments(job: JobArguments) -> ModelTable:
 
     rows = job.tokens or number_of(job, "padded_vocab_size", 0)
     if rows:
-        add(_BEFORE, "word_embeddings", (rows, sizes.hidden), Cut(0))
+        add(BEFORE_LAYERS, "word_embeddings", (rows, sizes.hidden), Cut(0))
     if rows and job.untie_embeddings_and_output_weights:
         add(AFTER_LAYERS, "word_embeddings", (rows, sizes.hidden), Cut(0))
     for place, parts in enumerate(sizes.layers):

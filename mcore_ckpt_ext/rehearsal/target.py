@@ -133,8 +133,7 @@ def target_job(
     model = _with_stages_of(written, changes).replace(**simulated)
     result = search_sizes(checkpoint, written, model, gpus, sizes, version)
     if (refusal := result.refusal) is not None:
-        layout, reason = refusal
-        return TargetJob(written, layout, refused=reason)
+        return TargetJob(written, refusal.layout, refused=refusal.reason)
     best = result.found[0]
     changed = arguments_of(best, changes)
     changed.setdefault("padded_vocab_size", _rows(checkpoint, written.replace(**changed), sizes["tensor"]))

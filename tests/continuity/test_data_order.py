@@ -109,6 +109,16 @@ def test_a_layout_that_does_not_divide_a_batch_size_to_come() -> None:
     assert "global batch size 64" in order.sentence
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
+def test_a_blend_without_weights_may_only_lie_in_another_place(names: list[str]) -> None:
+    """Paths alone are a blend, too: under other folders they may be the same, in another order they are not."""
+    old = [f"/data/{name}" for name in names]
+    moved = _account({"data_path": [f"/new/{name}" for name in names]}, data_path=old)
+    assert (moved.verdict, "only lie in another" in moved.sentence) == (UNKNOWN, True)
+    other = _account({"data_path": [f"/new/other_{name}" for name in names]}, data_path=old)
+    assert other.verdict == CHANGES
+
+
 def test_every_determinant_is_an_argument_with_a_source() -> None:
     of_loaders = {"mid_level_dataset_surplus", "data_path", "train_data_path", "data_args_path", "mock_data", "sft",
                   "per_split_data_args_path", "per_dataset_sequences_path", "fim_data", "split"}  # fmt: skip

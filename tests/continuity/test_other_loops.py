@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt_ext.continuity.data_order import data_order, description, order_in_another_loop
+from mcore_ckpt_ext.continuity.data_order import data_description, data_order, order_in_another_loop
 from mcore_ckpt_ext.continuity.order_change import CHANGES, SAME_ORDER, UNKNOWN
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.description import megatron_arguments
@@ -198,5 +198,5 @@ def test_a_checkpoint_of_megatron_bridge(tmp_path: Path) -> None:
     counted = {layout.sizes["dp"]: layout.data for layout in plan(run, 4, data_samples=960).layouts}
     assert (counted[1].read_again, counted[1].never_read, counted[2].never_read) == (31, 31, 0)
     assert "31 samples will be read again, 31 never" in counted[1].sentence
-    words = description(open_checkpoint(config.parent).arguments)
+    words = data_description(open_checkpoint(config.parent).arguments)
     assert (words["loader"], words["consumed"]) == ("cyclic of Megatron-Bridge", "32 samples")

@@ -6,10 +6,11 @@ from typing import Any
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.found_layout import SearchRequest
 from mcore_ckpt_ext.layout_choice.memory import Buffers
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
-from mcore_ckpt_ext.layout_choice.search import Search, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import Search, search
 from mcore_ckpt_ext.versions import NEWEST
 
 SIZES = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64, "micro_batch_size": 1}

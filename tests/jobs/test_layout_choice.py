@@ -22,7 +22,8 @@ from mcore_ckpt_ext.layout.local_parameters import model_space_name, whole_cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.layout_choice.choice import Choice
-from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise, packed
+from mcore_ckpt_ext.layout_choice.found_layout import SearchRequest
+from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise, pack
 from mcore_ckpt_ext.layout_choice.memory import Buffers
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
@@ -32,7 +33,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
 )
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.rules import violations
-from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import search
 from mcore_ckpt_ext.layout_choice.stage_split import applied_split
 from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
@@ -191,7 +192,7 @@ def check_packing(genuine: Sequence[tuple[list[int], int] | None], rule: LayerWi
     """A layer-wise optimizer keeps each matrix where the plan says, in shards of the same size."""
     for (shapes, ranks), found in zip(some_matrices(), genuine, strict=True):
         rows, columns = np.array(shapes).T
-        packing = packed(rows, columns, ranks, rule)
+        packing = pack(rows, columns, ranks, rule)
         assert found is None or found == [packing.shard_of.tolist(), packing.shard_size]
 
 
@@ -239,9 +240,8 @@ def _splits(dice: random.Random, layers: int, pipeline: int) -> list[dict[str, A
 
 def choice_of(case: Case, job: JobArguments, table: ModelTable, version: Version) -> Choice:
     """The case as this package sees it."""
-    extra = job.mtp_num_layers or 0
     job = job.replace(transformer_impl=case.implementation)
-    split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline, extra)
+    split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline)
     return Choice(job, table, case.layout, split, case.micro_batch, case.global_batch, version)
 
 

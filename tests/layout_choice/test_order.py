@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.order import guidance, leaves_node
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, join_virtual_stages
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout
+from mcore_ckpt_ext.layout_choice.order import departure_from_guidance, leaves_node
+from mcore_ckpt_ext.layout_choice.search import join_virtual_stages
 from tests.harness.layout_search import found_for
 
 EXPERTS = {"num_experts": 16, "moe_ffn_hidden_size": 8, "hidden_dropout": 0.0}
@@ -16,7 +17,7 @@ EXPERTS = {"num_experts": 16, "moe_ffn_hidden_size": 8, "hidden_dropout": 0.0}
 
 def layouts_of(gpus: int, **more: Any) -> list[ParallelLayout]:
     """The layouts of a job that had none, best first."""
-    return [one.choice.layout for one in found_for(gpus, **more).found if one.keeps_batch]
+    return [one.choice.layout for one in found_for(gpus, **more).found if one.choice.keeps_batch]
 
 
 def place(layouts: list[ParallelLayout], **sizes: int) -> int:
@@ -57,7 +58,7 @@ def test_what_counts_as_model_parallelism() -> None:
     """EP counts by its doublings beyond a node, tensor parallelism of experts by all of them."""
     pins = {"tensor": 2, "pipeline": 1, "context": 1}
     costs = {
-        (one.choice.layout.expert, one.choice.layout.expert_tensor): guidance(one.choice, 4)[2]
+        (one.choice.layout.expert, one.choice.layout.expert_tensor): departure_from_guidance(one.choice, 4)[2]
         for one in found_for(32, pins=pins, **EXPERTS).found
     }
     assert costs[4, 1] == 1 and costs[8, 1] == 2 and costs[16, 1] == 3
@@ -67,8 +68,22 @@ def test_what_counts_as_model_parallelism() -> None:
 def test_tensor_parallelism_stays_in_a_node() -> None:
     """More than the node has comes last, however little else divides the model."""
     found = found_for(16, num_attention_heads=16).found
-    crosses = [guidance(one.choice, 8)[:2] for one in found if one.keeps_batch]
+    crosses = [departure_from_guidance(one.choice, 8)[:2] for one in found if one.choice.keeps_batch]
     assert crosses == sorted(crosses) and (False, True) in crosses
+
+
+def test_tensor_parallel_groups_fill_a_node_or_divide_it() -> None:
+    """Of eight GPUs six are a group, and two begin the next one, which is on two nodes."""
+    layouts = layouts_of(48, num_attention_heads=48)
+    assert place(layouts, tensor=8) < place(layouts, tensor=6)
+
+
+def test_a_job_on_a_part_of_a_node_is_in_it() -> None:
+    """Six GPUs of a node of eight are one group or two of three: none leaves the node."""
+    (one, *_) = layouts_of(6, num_attention_heads=6, pins={"tensor": 1})
+    for size in (3, 6):
+        (divided, *_) = layouts_of(6, num_attention_heads=6, pins={"tensor": size})
+        assert not leaves_node(divided, one, 8) and leaves_node(divided, one, 4)
 
 
 def test_a_job_goes_on_in_its_nodes() -> None:

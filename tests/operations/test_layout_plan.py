@@ -20,12 +20,13 @@ from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout.local_parameters import Cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.found_layout import SearchRequest
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import CONTEXT, Buffers, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, Parameter, StageHolding
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.rules import violations
-from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import search
 from mcore_ckpt_ext.layout_choice.stage_activations import StageActivations
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, layout_string, stage_splits
 from mcore_ckpt_ext.operations.job_buffers import buffers_of

@@ -12,9 +12,9 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
 from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
-from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.operations.elastic_layout import choose_layout
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_plan import plan
@@ -62,7 +62,7 @@ def test_an_unknown_global_batch_is_not_one() -> None:
     """It is said to be unknown; no batch is made up, and no change is claimed."""
     job = {**SIZES, "global_batch_size": None}
     (first, *_) = found_for(6, **job).found
-    assert first.keeps_batch and not any("batch" in flag for flag in flags_of(first))
+    assert first.choice.keeps_batch and not any("batch" in flag for flag in flags_of(first))
     notes = notes_of(first, first.choice.job, True)
     assert notes[0] == "the global batch is unknown: state it with --argument global_batch_size=NUMBER"
     assert not any("changes from" in note for note in notes)
@@ -216,7 +216,7 @@ def test_groups_of_micro_batches() -> None:
     pins = {"pipeline": 4, "tensor": 1, "context": 1, "virtual_pipeline": 2}
     (kept,) = found_for(4, pins=pins, microbatch_group_size_per_vp_stage=10, global_batch_size=34).found
     (other,) = found_for(4, pins=pins, microbatch_group_size_per_vp_stage=10, global_batch_size=32).found
-    assert kept.keeps_batch and not other.keeps_batch and other.choice.global_batch == 30
+    assert kept.choice.keeps_batch and not other.choice.keeps_batch and other.choice.global_batch == 30
     assert not found_for(4, pins=pins, microbatch_group_size_per_vp_stage=3).found
 
 
