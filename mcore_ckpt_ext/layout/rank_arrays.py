@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import TensorPart, regions_of
+from mcore_ckpt_ext.layout.local_parameters import TensorPart, gated_in_towers, regions_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.model_space.names import is_of_experts
@@ -25,7 +25,7 @@ class RankArrays:
     def __init__(self, arguments: JobArguments, layout: ParallelLayout) -> None:
         self._arguments = arguments
         self._layout = layout
-        self._gated: dict[str, bool] = {}
+        self._gated_in_towers: dict[str, bool] = {}
         self._tensors: dict[tuple[str, str], LogicalTensor] = {}
         self._copies: dict[tuple[str, str], dict[Region, list[StoredSlice]]] = {}
 
@@ -40,6 +40,10 @@ class RankArrays:
     def copies(self, kind: str, name: str) -> Copies:
         """Return all copies of each part of a tensor: tensor-parallel replicas, tied embeddings, experts."""
         return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
+
+    def recognize_gates(self, weights: Iterable[tuple[str, TensorReference]]) -> None:
+        """Recognize gated linears of towers by the shapes of one rank's weights; call it before `add`."""
+        self._gated_in_towers |= gated_in_towers({name: value.shape for name, value in weights})
 
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:
         """Add one rank's part of a tensor, or of all tensors into which model space splits it.
@@ -83,4 +87,4 @@ class RankArrays:
     def _part(self, name: str, tensor_rank: int) -> TensorPart:
         """Return the rank's part; expert-tensor ranks, which share experts, vary fastest (parallel_state.py)."""
         ranks = self._layout.expert_tensor if is_of_experts(name) else self._layout.tensor
-        return TensorPart(tensor_rank % ranks, ranks, self._gated.get(name))
+        return TensorPart(tensor_rank % ranks, ranks, self._gated_in_towers.get(name))
