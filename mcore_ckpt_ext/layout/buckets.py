@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.layout.master_check import MasterCheck
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
@@ -87,7 +87,7 @@ Packing = Mapping[BucketKey, Sequence[Placement]]
 class Bytes(Protocol):
     """Reads small pieces of a checkpoint, to verify candidate packings and to search for one."""
 
-    def proof(self, names: Iterable[str]) -> Proof:
+    def master_check(self, names: Iterable[str]) -> MasterCheck:
         """Return the master check for the masters of parameters."""
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, join
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, mismatch_reason
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck
 from mcore_ckpt_ext.layout.packing_candidates import Proposal, buffer_ranks
 from mcore_ckpt_ext.layout.packing_search import discover
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
@@ -204,7 +204,7 @@ def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
         samples = [_Sample.of(group, key, placement, read) for key, placement in placed[begin:end]]
         if samples and not _all_round(samples):
             for sample in samples:
-                if (mismatch := sample.proof.first_mismatch(sample.master, sample.weight)) is not None:
+                if (mismatch := sample.master_check.first_mismatch(sample.master, sample.weight)) is not None:
                     return f"{sample.name} would be {mismatch}"
     return None
 
@@ -213,7 +213,7 @@ class _Sample(NamedTuple):
     """The first masters of a parameter at the position in a packing, and its first weights."""
 
     name: str
-    proof: Proof
+    master_check: MasterCheck
     master: torch.Tensor
     weight: torch.Tensor
 
@@ -221,8 +221,8 @@ class _Sample(NamedTuple):
     def of(cls, group: OptimizerGroup, key: BucketKey, placement: Placement, read: Bytes) -> _Sample:
         count = min(_SAMPLE, numel_of(placement.regions))
         master = read.master(group, key, placement.start, count)
-        proof = read.proof(region.name for region in placement.regions)
-        return cls(placement.name, proof, master, read.weight(placement.regions, count))
+        master_check = read.master_check(region.name for region in placement.regions)
+        return cls(placement.name, master_check, master, read.weight(placement.regions, count))
 
 
 def _all_round(samples: Sequence[_Sample]) -> bool:

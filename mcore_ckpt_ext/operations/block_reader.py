@@ -13,7 +13,7 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.reading import cached
-from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
 from mcore_ckpt_ext.planning.write_plan import Block, Quantized, Record, WriteItem
 from mcore_ckpt_ext.storage.checksums import Checksums
@@ -27,7 +27,7 @@ class BlockReader:
 
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
-        self._proof = checkpoint.proof
+        self._master_check = checkpoint.master_check
         self._derives_weights = checkpoint.weights_derived_from_masters
         self._source = cached(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
@@ -150,7 +150,7 @@ class BlockReader:
             if fill.target == index:
                 # These masters are not stored: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
-        proof_at_stored_scales(self._source, target.tensors, self._proof, self._transfer).check(
+        check_at_stored_scales(self._source, target.tensors, self._master_check, self._transfer).verify(
             masters,
             weights,
             lambda position: f"element {position} of a part of {target.slice.regions[0].name}",

@@ -221,7 +221,7 @@ def convert(
         notes=notes,
         lost=lost,
         account=account,
-        how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
+        how=checkpoint.master_check.relation if checkpoint.master_check.is_approximate else "round to their weights",
     )
 
 

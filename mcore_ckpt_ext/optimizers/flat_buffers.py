@@ -16,7 +16,7 @@ from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOW
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck
 from mcore_ckpt_ext.layout.packing_candidates import Proposal
 from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking, propose, recover, recover_unproven
 from mcore_ckpt_ext.layout.packing_search import irregularity
@@ -28,7 +28,7 @@ from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts
 from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -43,10 +43,10 @@ class FlatBuffers(OptimizerState):
         proposals: Callable[[], Sequence[Proposal]],
         weights: Source,
         transfer: Transfer,
-        proof: Proof = BY_ROUNDING,
+        master_check: MasterCheck = BY_ROUNDING,
         sidecar: Sidecar | None = None,
     ) -> None:
-        self._proof = proof
+        self._master_check = master_check
         self.models = models
         self.transfer = transfer
         self._sidecar = sidecar
@@ -238,9 +238,9 @@ class FlatBuffers(OptimizerState):
         }
         return list(names)
 
-    def proof(self, names: Iterable[str]) -> Proof:
+    def master_check(self, names: Iterable[str]) -> MasterCheck:
         """Return the master check for the masters of parameters."""
-        return proof_at_stored_scales(self._weights, names, self._proof, self.transfer)
+        return check_at_stored_scales(self._weights, names, self._master_check, self.transfer)
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """Return `count` fp32 masters from element `start` of a bucket."""
@@ -323,7 +323,7 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
         models: the parameters that may be in them.
     """
     proposals = partial(holder.proposals, rules, models)
-    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)
+    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.master_check, holder.sidecar)
 
 
 def _slices_of_part(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:
