@@ -276,9 +276,9 @@ WITHIN_FP16 = MasterCheck(
     "a master is not within fp16 rounding of its weight",
 )
 WITHIN_FP8 = _quantized_check("fp8", _Quantized(2**-4, 2**-12, 1 / 2), 3)
-WITHIN_FP4 = _quantized_check("fp4", _Quantized(2**-2, 2**-4, 1 / 2), 4)
 # Stored quantized weights that a live job quantizes again, with the scale of other parts: both roundings add up.
-WITHIN_FP8_TWICE = _quantized_check("fp8 (twice)", _Quantized(2**-3, 2**-11, 1.0), 5)
+WITHIN_FP8_TWICE = _quantized_check("fp8 (twice)", _Quantized(2**-3, 2**-11, 1.0), 4)
+WITHIN_FP4 = _quantized_check("fp4", _Quantized(2**-2, 2**-4, 1 / 2), 5)
 WITHIN_FP4_TWICE = _quantized_check("fp4 (twice)", _Quantized(2**-1, 2**-3, 1.0), 6)
 
 
@@ -292,9 +292,7 @@ def weaker_of(one: MasterCheck, other: MasterCheck | None) -> MasterCheck:
     weaker = max(one, other, key=lambda check: check.weakness)
     if one.quantized is None or other.quantized is None:
         return weaker
-    twice = (
-        WITHIN_FP4_TWICE if weaker.weakness in (WITHIN_FP4.weakness, WITHIN_FP4_TWICE.weakness) else WITHIN_FP8_TWICE
-    )
+    twice = WITHIN_FP4_TWICE if weaker.weakness >= WITHIN_FP4.weakness else WITHIN_FP8_TWICE
     return twice.with_step(max(one.quantized.step, other.quantized.step))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import reduce
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from mcore_ckpt_ext.layout.master_check import (
     BY_EITHER_ROUNDING,
     BY_ROUNDING,
     WITHIN_FP4,
+    WITHIN_FP4_TWICE,
     WITHIN_FP8,
     WITHIN_FP16,
     MasterCheck,
@@ -146,6 +149,11 @@ def test_weights_that_were_quantized_again_at_another_scale() -> None:
         assert WITHIN_FP8.first_mismatch(master, parts) is not None
         assert twice.first_mismatch(master, parts) is None
         assert twice.first_mismatch(master.roll(1).view(-1)[:64], parts.view(-1)[:64]) is not None
+
+
+@pytest.mark.parametrize("parts", permutations((WITHIN_FP8, WITHIN_FP8, WITHIN_FP4)))
+def test_the_weakest_of_several_checks_does_not_depend_on_their_order(parts: tuple[MasterCheck, ...]) -> None:
+    assert reduce(weaker_of, parts) is WITHIN_FP4_TWICE
 
 
 def test_errors_below_half_an_fp8_step_pass() -> None:
