@@ -17,8 +17,13 @@ from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, 
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck
-from mcore_ckpt_ext.layout.packing_candidates import Proposal
-from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking, propose, recover, recover_unproven
+from mcore_ckpt_ext.layout.packing_proposals import Proposal
+from mcore_ckpt_ext.layout.packing_recovery import (
+    RecoveredPacking,
+    propose_packing,
+    recover_packing,
+    recover_unverified_packing,
+)
 from mcore_ckpt_ext.layout.packing_search import irregularity
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.lazy_torch import torch
@@ -162,7 +167,7 @@ class FlatBuffers(OptimizerState):
     def proposed_packings(self) -> dict[GroupKey, RecoveredPacking | None]:
         """Return each group's first candidate that fits sizes and chunk borders, without reading content."""
         proposals = self._proposals()
-        return {key: propose(group, proposals) for key, group in self.groups.items()}
+        return {key: propose_packing(group, proposals) for key, group in self.groups.items()}
 
     def packing_of(self, group: OptimizerGroup) -> RecoveredPacking:
         """Return the packing of one group, recovered on first use.
@@ -198,12 +203,12 @@ class FlatBuffers(OptimizerState):
                 contradiction = partial(contradicts, self, group)
                 stale = self._staleness
                 proposals = [proposal for proposal in self._proposals() if not (stale and proposal.is_recorded)]
-                recovered = recover_unproven(
+                recovered = recover_unverified_packing(
                     group, self.models, proposals, contradiction, is_recorded=key in self.digests
                 )
                 self._recovered[key] = replace(recovered, sidecar_problem=stale)
             else:
-                self._recovered[key] = recover(group, self.models, self._proposals(), self)
+                self._recovered[key] = recover_packing(group, self.models, self._proposals(), self)
         return self._recovered[key]
 
     def order_sources(self) -> list[str]:

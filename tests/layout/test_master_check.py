@@ -55,7 +55,7 @@ def by_tensor(values: torch.Tensor) -> torch.Tensor:
 
 
 def by_delayed_scale(values: torch.Tensor) -> torch.Tensor:
-    """The scale of some steps ago, when the largest number was smaller: what is larger is cut off."""
+    """The scale of some steps ago, when the largest number was smaller: what is larger is border off."""
     return fp8(values, LARGEST / (values.abs().max() * 0.8))
 
 
@@ -140,7 +140,7 @@ def test_the_scale_defines_what_is_near_if_all_weights_are_zero() -> None:
 
 
 def test_weights_that_were_quantized_again_at_another_scale() -> None:
-    """As under another tensor parallelism, which cuts other parts out of a tensor."""
+    """As under another tensor parallelism, which borders other parts out of a tensor."""
     twice = weaker_of(WITHIN_FP8, WITHIN_FP8)
     for seed in range(4):
         master = masters(seed=seed)
@@ -335,7 +335,7 @@ class Samples:
 def test_samples_of_a_packing_are_compared_many_at_once(wrong: int | None, asked: int, mixed: bool) -> None:
     placed = [Placement(f"p{number}", (Region.whole(str(number), (1,)),), number) for number in range(70)]
     samples, group = Samples(wrong, mixed), cast("OptimizerGroup", None)
-    found = packing_recovery._sample(group, {BucketKey(0, "bf16", 0): placed}, samples)
+    found = packing_recovery._sample_mismatch(group, {BucketKey(0, "bf16", 0): placed}, samples)
     assert samples.asked == list(range(asked))
     assert found is None if wrong is None else f"p{wrong} would be master 1.0, weight 0.0" in str(found)
 
