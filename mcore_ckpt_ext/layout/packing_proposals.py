@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement
-from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
+from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, default_bucket_size, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder, registration_order
 from mcore_ckpt_ext.layout.quantized import QUANTIZED, is_quantized
@@ -88,8 +88,7 @@ def pack_buffers(
         return None
     packed: list[PackedBuffer] = []
     for stage in stages:
-        last = (rank.pipeline, stage) == (models.layout.pipeline - 1, models.layout.virtual_pipeline - 1)
-        tied_copy = last and models.has_tied_copy and rank.expert is None
+        tied_copy = (rank.pipeline, stage) == models.layout.last_chunk and models.has_tied_copy and rank.expert is None
         registered = registration_order(names[stage], order, tied_copy)
         if registered is None:
             return None
@@ -161,8 +160,8 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
     """Return the number of elements after which a bucket is closed, or None for a single bucket.
 
     Only the first chunk of the first stage is divided, and only if gradients are reduced during the backward pass
-    (distributed_data_parallel.py, core_v0.12 to 0.19). The default and `--ddp-num-buckets` are in
-    megatron/training/training.py, `get_model`.
+    (distributed_data_parallel.py, core_v0.12 to 0.19). `--ddp-num-buckets` is in megatron/training/training.py,
+    `get_model`.
     """
     arguments = models.arguments
     if (
@@ -178,4 +177,4 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
         return max(1, total // arguments.ddp_num_buckets)
     if arguments.ddp_bucket_size:
         return arguments.ddp_bucket_size
-    return max(40_000_000, 1_000_000 * models.layout.data * models.layout.context)
+    return default_bucket_size(models.layout.data * models.layout.context)

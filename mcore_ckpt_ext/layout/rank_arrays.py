@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -52,37 +51,23 @@ class RankArrays:
             UnsupportedCheckpointError: the tensor-parallel split is unknown.
             UnreadableCheckpointError: the ranks disagree about the tensor.
         """
-        first = value.offset
-        part = self._part(name, tensor_rank)
-        for part_name, shape in parts_of(name, value.shape, part.ranks, self._arguments).items():
-            self._add(kind, part_name, shape, first, value, part, place)
-            first += prod(shape)
-
-    def _add(
-        self,
-        kind: str,
-        name: str,
-        local: tuple[int, ...],
-        first: int,
-        value: TensorReference,
-        part: TensorPart,
-        place: StoredObject,
-    ) -> None:
-        """Add a tensor of a rank's own shape that begins at element `first` of a storage."""
-        shape, regions = regions_of(name, local, part, self._arguments)
         extent = extent_of(value, place)
-        tensor = LogicalTensor(name, shape, extent.dtype)
-        if self._tensors.setdefault((kind, name), tensor) != tensor or not value.is_contiguous:
-            raise UnreadableCheckpointError(
-                "a tensor has different shapes or dtypes on different ranks",
-                found=f"{shape} of {extent.dtype}",
-                expected=str(self._tensors[kind, name]),
-                where=f"{kind} {name}, {place.file}",
-            )
-        for region in regions:
-            stored = StoredSlice(Slice.whole((region,)), extent, first)
-            self._copies.setdefault((kind, name), {}).setdefault(region, []).append(stored)
-            first += region.numel
+        first = value.offset
+        rank_part = self._part(name, tensor_rank)
+        for part_name, local_shape in parts_of(name, value.shape, rank_part.ranks, self._arguments).items():
+            shape, regions = regions_of(part_name, local_shape, rank_part, self._arguments)
+            tensor = LogicalTensor(part_name, shape, extent.dtype)
+            if self._tensors.setdefault((kind, part_name), tensor) != tensor or not value.is_contiguous:
+                raise UnreadableCheckpointError(
+                    "a tensor has different shapes or dtypes on different ranks",
+                    found=f"{shape} of {extent.dtype}",
+                    expected=str(self._tensors[kind, part_name]),
+                    where=f"{kind} {part_name}, {place.file}",
+                )
+            copies = self._copies.setdefault((kind, part_name), {})
+            for region in regions:
+                copies.setdefault(region, []).append(StoredSlice(Slice.whole((region,)), extent, first))
+                first += region.numel
 
     def _part(self, name: str, tensor_rank: int) -> TensorPart:
         """Return the rank's part; expert-tensor ranks, which share experts, vary fastest (parallel_state.py)."""
