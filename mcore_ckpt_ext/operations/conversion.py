@@ -249,7 +249,7 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
     """
     if checkpoint.merged_from:
         return False
-    is_reordered = any(placed.arranged is not None for record in output.records for placed in record.content)
+    is_reordered = any(placed.order is not None for record in output.records for placed in record.content)
     is_reordered = is_reordered or any(record.quantized is not None for record in output.records)
     return is_reordered or checkpoint.format_reader.is_model_folder
 

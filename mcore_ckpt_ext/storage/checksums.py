@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.lazy_torch import numpy, torch
-from mcore_ckpt_ext.planning.array_location import Extent, RawArray, ScaleCodec, TransposeCodec
-from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.planning.array_location import Extent, QuantizedMatrix, RawArray, ReorderedMatrix
+from mcore_ckpt_ext.planning.plan import Plan, PlannedRead
 from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
@@ -31,9 +31,9 @@ Place = tuple[str, int, int]
 """The location of an archive or a raw array: file, first byte, and length."""
 
 
-def is_plain(copy: Copy, payload: TensorLocation) -> bool:
+def is_plain(read: PlannedRead, payload: TensorLocation) -> bool:
     """Return whether the elements are stored unscaled and in their order."""
-    return payload.scaled is None and not isinstance(copy.extent, (TransposeCodec, ScaleCodec))
+    return payload.scaled is None and not isinstance(read.extent, (ReorderedMatrix, QuantizedMatrix))
 
 
 @dataclass
@@ -203,21 +203,21 @@ class Checksums:
             UnreadableCheckpointError: the checksum of a record differs.
         """
         pieces: list[tuple[int, Piece]] = []
-        for copy in plan.copies:
-            payload = locate(copy.extent)
-            destination = destinations[copy.target]
-            if not is_plain(copy, payload) or destination.dtype != payload.dtype.torch:
+        for read in plan.reads:
+            payload = locate(read.extent)
+            destination = destinations[read.target]
+            if not is_plain(read, payload) or destination.dtype != payload.dtype.torch:
                 continue
             memory = memoryview(destination.detach().view(torch.uint8).numpy())
             size = payload.dtype.itemsize
-            for source, target, length, count, source_stride, target_stride in copy.runs.rows():
+            for source, target, length, count, source_stride, target_stride in read.runs.rows():
                 if length * count * size < self.WORTH:
                     continue
                 begin = target * size
                 end = (target + length) * size
                 if count == 1:
                     crc = self.add_piece(payload, source * size, memory[begin:end])
-                    pieces.append((copy.target, (begin, end, crc)))
+                    pieces.append((read.target, (begin, end, crc)))
                 elif source_stride == length:
                     rows = numpy.ndarray((count,), f"V{length * size}", memory, begin, (target_stride * size,))
                     self._store_piece(payload, source * size, rows.nbytes, _checksum_of_rows(rows))

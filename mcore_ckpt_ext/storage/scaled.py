@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -26,7 +26,7 @@ ReadCodes: TypeAlias = "Callable[[int, int], torch.Tensor]"
 """Reads codes or scales, given the index of the first and their number."""
 
 
-def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def decode(extent: QuantizedMatrix, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode elements of a quantized matrix, in row-major order.
 
     Args:
@@ -58,7 +58,9 @@ def scaled_by(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
     return lambda first, count: scales(first, count).float() * common.float()
 
 
-def _scale_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _scale_one_row(
+    extent: QuantizedMatrix, first: int, count: int, codes: ReadCodes, scales: ReadCodes
+) -> torch.Tensor:
     height, width = extent.block
     row, left = divmod(first, extent.columns)
     band = row // height * _across(extent)
@@ -68,7 +70,7 @@ def _scale_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes,
     return _read(extent, first, count, codes) * of_blocks[torch.arange(left, left + count) // width - begin]
 
 
-def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _whole_rows(extent: QuantizedMatrix, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode whole rows in place, band by band: every further pass over them costs as much as reading."""
     (height, width), columns, across = extent.block, extent.columns, _across(extent)
     first = row // height
@@ -84,11 +86,11 @@ def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scale
     return decoded.view(-1)
 
 
-def _across(extent: ScaleCodec) -> int:
+def _across(extent: QuantizedMatrix) -> int:
     return -(-extent.columns // extent.block[1])
 
 
-def _read(extent: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
+def _read(extent: QuantizedMatrix, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     """Return the numbers of codes in new memory, not scaled yet."""
     if extent.packed:
         numbers = _unpacked(first, count, codes)
@@ -106,7 +108,7 @@ def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(1 << 8, dtype=torch.uint8).view(dtype).float()
 
 
-def _values(extent: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
+def _values(extent: QuantizedMatrix, scales: torch.Tensor) -> torch.Tensor:
     factors = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
     if not torch.isfinite(factors).all():
         raise UnreadableCheckpointError(
