@@ -152,8 +152,8 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
 
     def planned() -> Plan:
         plan = make_plan(wanted, checkpoint)
-        for copy in plan.copies:
-            checkpoint.transfer.locate(copy.extent)
+        for read in plan.reads:
+            checkpoint.transfer.locate(read.extent)
         return plan
 
     begun, busy = time.monotonic(), time.process_time()
@@ -173,7 +173,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     return {
         "first": first, "first_busy": first_busy, "first_memory": first_memory, "handed": len(data), "seen": seen,
         "seconds": seconds, "processor": busy, "opening": opening, "memory": memory, "before": before,
-        "bytes": plan.bytes_read, "copies": len(plan.copies), "sent": sent,
+        "bytes": plan.bytes_read, "copies": len(plan.reads), "sent": sent,
         "asked": checkpoint.reader.bytes_read,
     }  # fmt: skip
 

@@ -28,7 +28,7 @@ from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
-from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, buffer_ranks, packed_buffers
+from mcore_ckpt_ext.layout.packing_proposals import PackedBuffer, buffer_ranks, pack_buffers
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import LOCAL
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -233,7 +233,7 @@ def _weights(models: LocalModels) -> Iterator[Array]:
 
 def buffer_of(models: LocalModels, rank: ModelRank) -> PackedBuffer:
     """Return the gradient buffer of one rank."""
-    (buffer,) = packed_buffers(models, LOCAL, PackingRule.SINCE_0_13, rank, [0]) or []
+    (buffer,) = pack_buffers(models, LOCAL, PackingRule.SINCE_0_13, rank, [0]) or []
     return buffer
 
 

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.formats.accounts import Account, account_of_load
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
@@ -259,13 +259,13 @@ class LiveRank:
             return "stored as masters, from which the weights are derived"
         if any(checkpoint.masters_are_derived(shard.name) for shard in self.job.shards):
             return "joined from their weights and remainders"
-        proof = self.proof(checkpoint)
-        return f"verified {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
+        master_check = self.master_check(checkpoint)
+        return f"verified {'equal to their weights' if master_check is BY_ROUNDING else master_check.relation}"
 
-    def proof(self, checkpoint: CheckpointView) -> Proof:
+    def master_check(self, checkpoint: CheckpointView) -> MasterCheck:
         """Return the comparison of masters and weights that the checkpoint and live weights permit."""
         live = (quantization_check(shard.live.parameter) for shard in self.job.shards)
-        return reduce(weaker_of, live, checkpoint.proof)
+        return reduce(weaker_of, live, checkpoint.master_check)
 
 
 def _follow(checkpoint: CheckpointView, shard: LiveShard, master: torch.Tensor) -> int:
@@ -276,7 +276,7 @@ def _follow(checkpoint: CheckpointView, shard: LiveShard, master: torch.Tensor) 
     Returns:
         The number of weights that changed.
     """
-    if shard.adapter.proof(shard) is not None and not checkpoint.masters_are_derived(shard.name):
+    if shard.adapter.master_check(shard) is not None and not checkpoint.masters_are_derived(shard.name):
         return 0
     if quantization_check(shard.live.parameter) is not None:
         return 0  # the next step writes them

@@ -18,9 +18,9 @@ from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.devices import is_staged
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.array_location import Extent, ScaleCodec, TransposeCodec
+from mcore_ckpt_ext.planning.array_location import Extent, QuantizedMatrix, ReorderedMatrix
 from mcore_ckpt_ext.planning.overlap import Run, split_runs
-from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, TargetSlice, derivation_of, make_plan
+from mcore_ckpt_ext.planning.plan import Derivation, Plan, PlannedRead, Source, TargetSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -88,13 +88,13 @@ class Transfer:
         """
         for fill in plan.fills:
             destinations[fill.target][fill.start : fill.stop].zero_()
-        by_file = [list(copies) for _, copies in groupby(plan.copies, key=lambda copy: copy.extent.file)]
+        by_file = [list(reads) for _, reads in groupby(plan.reads, key=lambda read: read.extent.file)]
         if len(by_file) <= 1 or self._workers <= 1 or plan.bytes_read < _BYTES_FOR_WORKERS:
-            for copies in by_file:
-                self._copy_all(copies, destinations, on_read)
+            for reads in by_file:
+                self._read_all(reads, destinations, on_read)
             return
         with ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext") as pool:
-            for done in [pool.submit(self._copy_all, copies, destinations, on_read) for copies in by_file]:
+            for done in [pool.submit(self._read_all, reads, destinations, on_read) for reads in by_file]:
                 done.result()
 
     def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
@@ -106,15 +106,15 @@ class Transfer:
         if self._checksums is not None:
             self._checksums.add_plan(plan, destinations, self.locate)
 
-    def blocks(self, copy: Copy, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """Read the elements of one copy in contiguous blocks of at most `block_bytes`."""
-        payload = self.locate(copy.extent)
-        for run in copy.runs.rows():
-            yield from self._blocks_of(payload, run, copy.extent, block_bytes)
+    def blocks(self, read: PlannedRead, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """Read the elements of one read in contiguous blocks of at most `block_bytes`."""
+        payload = self.locate(read.extent)
+        for run in read.runs.rows():
+            yield from self._blocks_of(payload, run, read.extent, block_bytes)
 
     def _blocks_of(self, payload: TensorLocation, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
         source, target, length, count, source_stride, target_stride = run
-        decodes = isinstance(extent, (TransposeCodec, ScaleCodec))
+        decodes = isinstance(extent, (ReorderedMatrix, QuantizedMatrix))
         size = (getattr(torch, extent.dtype) if decodes else payload.dtype).itemsize
         limit = max(1, block_bytes // (size if payload.scaled is None else _DECODED_BYTES))
         near = not decodes and are_read_together(length, count, source_stride, size)
@@ -131,9 +131,9 @@ class Transfer:
 
     def locate(self, extent: Extent) -> TensorLocation:
         """Return where the elements of a stored array lie; for errors see `TensorLocations.locate`."""
-        if isinstance(extent, ScaleCodec):
+        if isinstance(extent, QuantizedMatrix):
             return self.locate(extent.codes)
-        return self.locate(extent.array) if isinstance(extent, TransposeCodec) else self._payloads.locate(extent)
+        return self.locate(extent.array) if isinstance(extent, ReorderedMatrix) else self._payloads.locate(extent)
 
     def archive(self, file: str) -> TorchArchive:
         """Return the archive that fills a file and holds many objects; errors as `TensorLocations.archive`."""
@@ -142,26 +142,26 @@ class Transfer:
     def elements(self, extent: Extent, first: int, count: int) -> torch.Tensor:
         """Read a few elements of a stored array without a plan; for errors see `execute`."""
         payload = self.locate(extent)
-        if count == 0 or isinstance(extent, (TransposeCodec, ScaleCodec)):
+        if count == 0 or isinstance(extent, (ReorderedMatrix, QuantizedMatrix)):
             return payload.decoded(self._read_rows(payload, first, count, 1, count, extent))
         size = payload.dtype.itemsize
         data = bytearray(count * size)
         self._reader.read_into(payload.file, payload.offset + first * size, memoryview(data))
         return payload.decoded(torch.frombuffer(data, dtype=payload.dtype.torch))
 
-    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, on_read: OnRead | None) -> None:
-        for copy in copies:
-            destination = destinations[copy.target]
-            payload = self.locate(copy.extent)
-            if is_plain(copy, payload) and destination.dtype == payload.dtype.torch:
+    def _read_all(self, reads: Sequence[PlannedRead], destinations: Destinations, on_read: OnRead | None) -> None:
+        for read in reads:
+            destination = destinations[read.target]
+            payload = self.locate(read.extent)
+            if is_plain(read, payload) and destination.dtype == payload.dtype.torch:
                 if destination.device.type == "cpu":
-                    show = None if on_read is None else partial(on_read, copy.target)
-                    self._rows.read(payload, copy.runs.rows(), destination, show)
+                    show = None if on_read is None else partial(on_read, read.target)
+                    self._rows.read(payload, read.runs.rows(), destination, show)
                     continue
                 if is_staged(destination.device):
-                    self._read_staged(payload, copy.runs.rows(), destination)
+                    self._read_staged(payload, read.runs.rows(), destination)
                     continue
-            for block in self.blocks(copy):
+            for block in self.blocks(read):
                 block.rows_of(destination).copy_(block.rows())
         self._stages.wait()
 
@@ -180,14 +180,14 @@ class Transfer:
     def _read_rows(
         self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: Extent | None = None
     ) -> torch.Tensor:
-        if isinstance(extent, ScaleCodec):
+        if isinstance(extent, QuantizedMatrix):
             codes = partial(self._read_one, self.locate(extent.codes))
             scales: ReadCodes = partial(self._read_one, self.locate(extent.scales))
             if extent.common_scale is not None:
                 scales = scaled_by(scales, self._read_one(self.locate(extent.common_scale), 0, 1))
             rows = [decode(extent, first + row * stride, length, codes, scales) for row in range(count)]
             return rows[0] if count == 1 else torch.cat(rows)
-        if isinstance(extent, TransposeCodec):
+        if isinstance(extent, ReorderedMatrix):
             return self._read_rearranged(payload, first, length, count, stride, extent)
         size = payload.dtype.itemsize
         span = (count - 1) * stride + length
@@ -208,7 +208,7 @@ class Transfer:
         return self._read_rows(payload, first, length, 1, length)
 
     def _read_rearranged(
-        self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: TransposeCodec
+        self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: ReorderedMatrix
     ) -> torch.Tensor:
         """Read rows of a transposed or interleaved matrix; stored rows that hold the elements are read whole."""
         last = first + (count - 1) * stride + length
@@ -226,10 +226,10 @@ class Transfer:
         return elements.as_strided((count, length), (stride, 1), start).reshape(-1).contiguous()
 
     def _read_part(
-        self, payload: TensorLocation, part: int, top: int, bottom: int, extent: TransposeCodec
+        self, payload: TensorLocation, part: int, top: int, bottom: int, extent: ReorderedMatrix
     ) -> torch.Tensor:
         """Read rows `[top, bottom)` of one of the interleaved parts: `[rows, columns]`."""
-        array = extent.array if isinstance(extent.array, ScaleCodec) else None
+        array = extent.array if isinstance(extent.array, QuantizedMatrix) else None
         columns = extent.columns
         step = extent.interleaved
         begin = top * step + part

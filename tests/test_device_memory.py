@@ -19,8 +19,8 @@ from mcore_ckpt_ext.layout.master_check import (
     WITHIN_FP4,
     WITHIN_FP8,
     WITHIN_FP8_TWICE,
-    WITHIN_HALF_PRECISION,
-    Proof,
+    WITHIN_FP16,
+    MasterCheck,
 )
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.transfer import read_slice
@@ -114,21 +114,21 @@ def test_an_allocation_can_fail(counts: Counts, monkeypatch: pytest.MonkeyPatch)
         torch.zeros(6, device="cuda")
 
 
-PROOFS = (BY_ROUNDING, BY_EITHER_ROUNDING, WITHIN_HALF_PRECISION, WITHIN_FP8, WITHIN_FP4, WITHIN_FP8_TWICE)
+PROOFS = (BY_ROUNDING, BY_EITHER_ROUNDING, WITHIN_FP16, WITHIN_FP8, WITHIN_FP4, WITHIN_FP8_TWICE)
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.words)
+@pytest.mark.parametrize("master_check", PROOFS, ids=lambda master_check: master_check.relation)
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_masters_are_compared_where_they_lie(proof: Proof, is_wrong: bool, counts: Counts) -> None:
+def test_masters_are_compared_where_they_lie(master_check: MasterCheck, is_wrong: bool, counts: Counts) -> None:
     """With the same result as on the CPU, and nothing but that comes back."""
     masters = torch.linspace(-3, 3, 4096)
     weights = masters.to(torch.bfloat16)
     if is_wrong:
         masters[1234] = 7.0
-    expected = proof.first_mismatch(masters, weights)
+    expected = master_check.first_mismatch(masters, weights)
     there = masters.to("cuda"), weights.to("cuda")
     before = counts.to_cpu
-    assert proof.first_mismatch(*there) == expected
+    assert master_check.first_mismatch(*there) == expected
     assert (expected is not None) == is_wrong
     assert counts.to_cpu - before <= 64
 

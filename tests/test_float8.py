@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
-from mcore_ckpt_ext.planning.plan import Copy
+from mcore_ckpt_ext.planning.plan import PlannedRead
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -81,7 +81,7 @@ def test_numbers_are_multiplied_by_their_scale(
     transfer, extent = stored(tmp_path, pickled)
     expected = (VALUES.to(dtype).float() * scale).bfloat16()
     last_two_of_each_row = Runs(*(np.array([number]) for number in (1, 0, 2, 2, 3, 2)))
-    (block,) = transfer.blocks(Copy(extent, 0, last_two_of_each_row))
+    (block,) = transfer.blocks(PlannedRead(extent, 0, last_two_of_each_row))
     assert torch.equal(block.rows(), expected[:, 1:])
     assert transfer.locate(extent).dtype.torch == dtype
 

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor, RawArray
 from mcore_ckpt_ext.planning.overlap import Runs
-from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.planning.plan import Plan, PlannedRead
 from mcore_ckpt_ext.storage import pinned, row_reader
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -56,7 +56,7 @@ def reader(tmp_path: Path) -> FolderReader:
 
 def plan_of(run: tuple[int, ...], file: str = "raw") -> Plan:
     extent = RawArray(file, 4, STORED.nbytes, "float32", len(STORED))
-    return Plan([], [Copy(extent, 0, Runs(*(torch.tensor([number]).numpy() for number in run)))])
+    return Plan([], [PlannedRead(extent, 0, Runs(*(torch.tensor([number]).numpy() for number in run)))])
 
 
 def expected(run: tuple[int, ...]) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_on_the_way_to_a_device_blocks_are_used_in_turn(
     transfer._stages = pinned.Stages(make, send)  # type: ignore[arg-type]
     memory = torch.full((150_000,), -1.0)
     plan = plan_of(RUNS[name])
-    transfer._read_staged(transfer.locate(plan.copies[0].extent), plan.copies[0].runs.rows(), memory)
+    transfer._read_staged(transfer.locate(plan.reads[0].extent), plan.reads[0].runs.rows(), memory)
     assert torch.equal(memory, expected(RUNS[name]))
     assert len(under_way) <= 2
     transfer._stages.wait()
@@ -171,7 +171,7 @@ def test_nothing_behind_the_last_element_is_asked_for(name: str, reader: FolderR
     source, _, length, count, stride, _ = RUNS[name]
     memory = torch.full((150_000,), -1.0)
     transfer, plan = Transfer(reader), plan_of(RUNS[name])
-    transfer.locate(plan.copies[0].extent)
+    transfer.locate(plan.reads[0].extent)
     os.truncate(reader.folder / "raw", 4 + 4 * (source + (count - 1) * stride + length))
     transfer.execute(plan, [memory])
     assert torch.equal(memory, expected(RUNS[name]))
@@ -184,9 +184,9 @@ def test_a_truncated_file_is_reported(name: str, reader: FolderReader) -> None:
         stream.truncate(4 + 4 * (source + (count - 1) * stride + length) - 1)
     transfer, plan = Transfer(reader), plan_of(RUNS[name])
     # Whoever plans looks at the size; the file may shrink afterwards.
-    extent = plan.copies[0].extent._replace(length=4)
+    extent = plan.reads[0].extent._replace(length=4)
     with pytest.raises(UnreadableCheckpointError, match="shorter than its metadata says"):
-        transfer.execute(Plan([], [Copy(extent, 0, plan.copies[0].runs)]), [torch.empty(150_000)])
+        transfer.execute(Plan([], [PlannedRead(extent, 0, plan.reads[0].runs)]), [torch.empty(150_000)])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpoin
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import MODEL_ARGUMENTS
-from mcore_ckpt_ext.layout.local_parameters import whole_cut
+from mcore_ckpt_ext.layout.local_parameters import newest_cut
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -40,7 +40,7 @@ def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[st
         tensor = source.named_tensor(WEIGHT, name)
         cut = None
         with contextlib.suppress(UnsupportedCheckpointError):
-            cut = whole_cut(name, tensor.shape, arguments)
+            cut = newest_cut(name, tensor.shape, arguments)
         weights[name] = WeightSpec(tensor, cut.axis, cut.bands) if cut else WeightSpec(tensor, None)
     return weights
 

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.errors import UnknownNameError, UsageError, format_value, re
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.stored_scales import ProvableSource, proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import ProvableSource, check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import read_slice
 
@@ -97,7 +97,7 @@ class TensorHandle:
         if self.kind != WEIGHT and not self.checkpoint.masters_are_derived(region.name):
             masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, region)
             checkpoint = self.checkpoint
-            proof_at_stored_scales(checkpoint, [region.name], checkpoint.proof, checkpoint.transfer).check(
+            check_at_stored_scales(checkpoint, [region.name], checkpoint.master_check, checkpoint.transfer).verify(
                 masters,
                 self._read(WEIGHT, region),
                 lambda position: f"{region.name}, element {position} of {region}, {self.checkpoint.folder}",

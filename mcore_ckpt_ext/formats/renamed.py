@@ -145,14 +145,14 @@ class RenamedOrder:
         """The name of the order in messages."""
         return self._order.label
 
-    def frame(self, items: Sequence[str]) -> list[str] | None:
+    def order_outside_layers(self, items: Sequence[str]) -> list[str] | None:
         """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
-        stored_names = self._order.frame([self._names.stored(item) for item in items])
+        stored_names = self._order.order_outside_layers([self._names.stored(item) for item in items])
         return stored_names and self._names.all(stored_names)
 
-    def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
+    def order_in_layer(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
         prefix = f"{layer.block}.layers.{layer.number}."
         stored = {self._names.stored(prefix + suffix).removeprefix(prefix): suffix for suffix in suffixes}
-        arranged = self._order.arrange(layer, list(stored))
+        arranged = self._order.order_in_layer(layer, list(stored))
         return arranged and [stored[suffix] for suffix in arranged]

@@ -22,8 +22,8 @@ from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.master_check import Proof, proof_of
-from mcore_ckpt_ext.layout.packing_candidates import Proposal, order_proposal, sidecar_proposal
+from mcore_ckpt_ext.layout.master_check import MasterCheck, master_check_of
+from mcore_ckpt_ext.layout.packing_proposals import Proposal, propose_by_order, propose_by_sidecar
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
 from mcore_ckpt_ext.layout.sidecar import Sidecar
@@ -179,8 +179,8 @@ class CheckpointView:
             rules: the packing rules that the job may have used.
             models: the parameters in the buffers.
         """
-        recorded = [sidecar_proposal(models, self.sidecar)] if self.sidecar else []
-        return recorded + [order_proposal(models, order, rule) for order in self.orders() for rule in rules]
+        recorded = [propose_by_sidecar(models, self.sidecar)] if self.sidecar else []
+        return recorded + [propose_by_order(models, order, rule) for order in self.orders() for rule in rules]
 
     @property
     def vocabulary(self) -> int | None:
@@ -323,9 +323,9 @@ class CheckpointView:
         return derivation_of(self._source(kind), kind, name)
 
     @cached_property
-    def proof(self) -> Proof:
+    def master_check(self) -> MasterCheck:
         """The master check for the masters that the checkpoint stores."""
-        return proof_of(self.arguments)
+        return master_check_of(self.arguments)
 
     def masters_are_derived(self, name: str) -> bool:
         """Return whether a parameter's masters and weights derive from each other and need no verification."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mcore_ckpt_ext.formats.parts import Weights
-from mcore_ckpt_ext.planning.array_location import Extent, PlainExtent, ScaleCodec, TransposeCodec
+from mcore_ckpt_ext.planning.array_location import Extent, PlainExtent, QuantizedMatrix, ReorderedMatrix
 from mcore_ckpt_ext.planning.plan import Copies, StoredSlice, derivation_of, slices_in
 from mcore_ckpt_ext.planning.source_view import OfTensor, SourceView
 
@@ -43,14 +43,14 @@ def relocated(weights: Weights, name_of: Callable[[str], str]) -> WeightsView:
     def plain(extent: PlainExtent) -> PlainExtent:
         return extent._replace(file=name_of(extent.file))
 
-    def array(extent: PlainExtent | ScaleCodec) -> PlainExtent | ScaleCodec:
-        if isinstance(extent, ScaleCodec):
+    def array(extent: PlainExtent | QuantizedMatrix) -> PlainExtent | QuantizedMatrix:
+        if isinstance(extent, QuantizedMatrix):
             common = extent.common_scale and plain(extent.common_scale)
             return replace(extent, codes=plain(extent.codes), scales=plain(extent.scales), common_scale=common)
         return plain(extent)
 
     def moved(extent: Extent) -> Extent:
-        return replace(extent, array=array(extent.array)) if isinstance(extent, TransposeCodec) else array(extent)
+        return replace(extent, array=array(extent.array)) if isinstance(extent, ReorderedMatrix) else array(extent)
 
     def all_moved(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
         return [stored._replace(extent=moved(stored.extent)) for stored in slices]

@@ -170,6 +170,6 @@ def has_experts(arguments: ModelArguments, layer: int) -> bool:
     return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
 
 
-def is_gated(arguments: ModelArguments) -> bool:
+def is_gated(arguments: ModelArguments | JobArguments) -> bool:
     """Return whether `linear_fc1` also contains a gate."""
     return any(arguments.value(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))

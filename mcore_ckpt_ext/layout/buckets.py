@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.layout.master_check import MasterCheck
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
@@ -34,11 +34,11 @@ class StoredBucket:
 
     Attributes:
         numel_unpadded: elements without the padding at bucket ends.
-        cuts: where stored chunks begin or end, ascending; None if the format stores the array in one piece.
+        borders: where stored chunks begin or end, ascending; None if the format stores the array in one piece.
     """
 
     numel_unpadded: int
-    cuts: tuple[int, ...] | None
+    borders: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,14 @@ class Placement(NamedTuple):
 Packing = Mapping[BucketKey, Sequence[Placement]]
 
 
-class Bytes(Protocol):
-    """Reads small pieces of a checkpoint, to verify candidate packings and to search for one."""
+SAMPLE = 64
+"""Number of a parameter's first elements that are compared, to verify proposed packings and to search for one."""
 
-    def proof(self, names: Iterable[str]) -> Proof:
+
+class SampleReader(Protocol):
+    """Reads samples of a checkpoint."""
+
+    def master_check(self, names: Iterable[str]) -> MasterCheck:
         """Return the master check for the masters of parameters."""
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
@@ -97,8 +101,8 @@ class Bytes(Protocol):
         """Return the first `count` elements of a weight's flattened regions, in the stored dtype."""
 
 
-def mismatch_reason(packing: Packing, group: OptimizerGroup) -> str | None:
-    """Return why a candidate packing contradicts a stored group's sizes and chunk borders.
+def fit_problem(packing: Packing, group: OptimizerGroup) -> str | None:
+    """Return why a proposed packing contradicts a stored group's sizes and chunk borders.
 
     Every border of a parameter within a bucket is a border of stored chunks, because the saver writes one chunk for
     each parameter and rank (`sharded_param_state_dp_reshardable`, distrib_optimizer.py, core_v0.15.0 to 0.19.2).
@@ -109,16 +113,16 @@ def mismatch_reason(packing: Packing, group: OptimizerGroup) -> str | None:
     if set(packing) != set(group.buckets):
         return f"buckets {_keys(packing)} proposed, {_keys(group.buckets)} stored"
     for key, stored in group.buckets.items():
-        cuts = None if stored.cuts is None else frozenset(stored.cuts)
+        borders = None if stored.borders is None else frozenset(stored.borders)
         end = 0
         for placement in packing[key]:
             for border in (placement.start, placement.stop):
-                if cuts is not None and border not in cuts and border != stored.numel_unpadded:
+                if borders is not None and border not in borders and border != stored.numel_unpadded:
                     return f"{placement.name} would begin or end at {border} of {key}, where no stored chunk does"
             if placement.start < end or placement.stop > stored.numel_unpadded:
                 return f"{placement.name} would lie at {placement.start}:{placement.stop} of {key}, outside its bounds"
             end = placement.stop
-        if stored.numel_unpadded - end >= 64:
+        if stored.numel_unpadded - end >= PARAMETER_ALIGNMENT:
             return f"nothing would fill {key} from {end} to {stored.numel_unpadded}"
     return None
 

@@ -61,6 +61,14 @@ def bucket_alignment(data_parallel: int, high_bandwidth: bool) -> int:
     return lcm(base, HIGH_BANDWIDTH_ALIGNMENT) if high_bandwidth else base
 
 
+def default_bucket_size(data_parallel: int) -> int:
+    """Return the number of elements after which a bucket is closed if no argument sets it.
+
+    Source: `get_model`, megatron/training/training.py.
+    """
+    return max(40_000_000, 1_000_000 * data_parallel)
+
+
 def align(position: int, alignment: int) -> int:
     """Return the smallest multiple of `alignment` that is not below `position`."""
     return -(-position // alignment) * alignment
@@ -68,6 +76,8 @@ def align(position: int, alignment: int) -> int:
 
 @dataclass
 class _Packer:
+    """The closed buckets, and the placements in the open one, which begins at `start`."""
+
     alignment: int
     buckets: list[Bucket] = field(default_factory=list)
     start: int = 0

@@ -14,7 +14,7 @@ from operator import itemgetter
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import FINAL_NORM_FOLLOWS_LAST_LAYER
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk, prediction_chunk
-from mcore_ckpt_ext.layout.weight_shards import ShardOfWeight, band, weight_shards
+from mcore_ckpt_ext.layout.weight_shards import Grid, ShardOfWeight, weight_shards
 from mcore_ckpt_ext.model_space.anatomy import (
     is_of_prediction,
     language_prefix,
@@ -35,7 +35,7 @@ class StoredWeight:
     """A weight and the offsets of its stored chunks, one tuple of distinct ascending offsets per axis."""
 
     tensor: LogicalTensor
-    grid: tuple[tuple[int, ...], ...]
+    grid: Grid
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,17 +82,17 @@ class LocalModels:
             layers: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to
                 derive them from the arguments.
         """
-        twice = second_names(weights)
+        second = second_names(weights)
         self.weights = {
-            name: weight for name, weight in weights.items() if not is_module_buffer(name) and name not in twice
+            name: weight for name, weight in weights.items() if not is_module_buffer(name) and name not in second
         }
         self.arguments = arguments
         self.layout = layout
         self.has_expert_optimizer = has_expert_optimizer
         self._layers = layers
-        self._parts = split_parameters(self.weights)
-        # A split parameter has the name of its first part; these are the others.
-        self._first_of = {name: first for first, names in self._parts.items() for name in names[1:]}
+        self._split_parameters = split_parameters(self.weights)
+        # A parameter that is stored in parts has the name of its first part here; these are the others.
+        self._first_part_of = {name: first for first, names in self._split_parameters.items() for name in names[1:]}
         self._expert_of = {name: expert for name in self.weights if (expert := parse(name).expert) is not None}
 
     def without(self, names: Collection[str]) -> LocalModels:
@@ -126,7 +126,7 @@ class LocalModels:
         `if self.pre_process or self.mtp_process`, core_v0.14.0 to 0.19.2).
         """
         layers = self.layers_by_chunk
-        if layers is None or self._is_divided_otherwise or self._has_idle_output_layer:
+        if layers is None or self._is_divided_otherwise or self._has_unknown_prediction:
             return None
         chunks: list[list[list[str]]] = [[[] for _ in spans] for spans in layers]
         # Layers first, sorted by number; the order of the other parameters is that of registration.
@@ -147,18 +147,16 @@ class LocalModels:
         return prediction_chunk(self.arguments, self.layout) if self.predicts_more_tokens else None
 
     @property
-    def _has_idle_output_layer(self) -> bool:
-        """True if `chunks` cannot be determined because of multi-token prediction.
+    def _has_unknown_prediction(self) -> bool:
+        """True if multi-token prediction leaves `chunks` unknown.
 
         Either its chunk is unknown, or a buffer has an output layer that no checkpoint stores. The latter is the case
         in a tied model with multi-token prediction on its last stage: the output layer has a weight of its own, which
         is unused, because the copy of the embedding replaces it (`shared_embedding_or_output_weight`,
         language_module.py, and `skip_weight_param_allocation`, gpt_model.py, core_v0.14.0 to 0.19.2).
         """
-        if not self.predicts_more_tokens:
-            return False
-        last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
-        return self._predicting_chunk is None or (self.has_tied_copy and self._predicting_chunk == last)
+        unknown = (None, self.layout.last_chunk) if self.has_tied_copy else (None,)
+        return self.predicts_more_tokens and self._predicting_chunk in unknown
 
     def chunk_of(self, name: str) -> tuple[int, int] | None:
         """Return the pipeline rank and virtual stage of a tensor; None for a layer that no stage has.
@@ -167,7 +165,7 @@ class LocalModels:
         its last layer since 0.16 (`has_final_layernorm_in_this_stage`, transformer_block.py).
         """
         layer, _ = split_layer(name)
-        if layer is not None and layer.block == self._divided:
+        if layer is not None and layer.block == self._pipelined_block:
             return self._chunk_of_layer.get(layer.number)
         suffix = name.removeprefix(self._prefix)
         if is_of_prediction(name):
@@ -178,15 +176,14 @@ class LocalModels:
             and FINAL_NORM_FOLLOWS_LAST_LAYER.is_shown_by(self.arguments)
         ):
             return self._chunk_of_layer.get(max(self._chunk_of_layer, default=0))
-        last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
-        return (0, 0) if layer is not None or precedes_layers(name, self._prefix) else last
+        return (0, 0) if layer is not None or precedes_layers(name, self._prefix) else self.layout.last_chunk
 
     @cached_property
     def _prefix(self) -> str:
-        return language_prefix(self._divided or self.word_embeddings or "")
+        return language_prefix(self._pipelined_block or self.word_embeddings or "")
 
     @cached_property
-    def _divided(self) -> str | None:
+    def _pipelined_block(self) -> str | None:
         return pipelined_block(self.weights)
 
     @cached_property
@@ -203,7 +200,7 @@ class LocalModels:
         """
         if self.layout.pipeline == 1:
             return False
-        return self._divided is None or bool(self.arguments.raw.get("encoder_pipeline_model_parallel_size"))
+        return self._pipelined_block is None or bool(self.arguments.raw.get("encoder_pipeline_model_parallel_size"))
 
     @cached_property
     def word_embeddings(self) -> str | None:
@@ -236,14 +233,14 @@ class LocalModels:
         ]
 
     def _parameters(self) -> list[str]:
-        return [name for name in self.weights if name not in self._first_of]
+        return [name for name in self.weights if name not in self._first_part_of]
 
     def ranks_of(self, name: str) -> list[ModelRank]:
         """Return the ranks that can have a parameter, without replicas, the preferred one first."""
         expert = self._expert_ranks.get(name)
         whole = all(len(offsets) == 1 for offsets in self.weights[name].grid)
-        tensor_ranks = range(1 if whole else self._tensor_size(name))
-        shards = range(self.weight_shards if self._is_sharded(name) else 1)
+        tensor_ranks = range(1 if whole else self._tensor_ranks(name))
+        shards = range(self.weight_shards if self._has_shards(name) else 1)
         return [
             ModelRank(stage, part, expert, shard)
             for stage in self._pipeline_ranks(name)
@@ -256,7 +253,7 @@ class LocalModels:
         """The number of parts of a tensor-parallel rank's weight under generalized tensor parallelism."""
         return weight_shards(self.arguments)
 
-    def _is_sharded(self, name: str) -> bool:
+    def _has_shards(self, name: str) -> bool:
         """Return whether generalized tensor parallelism divides a parameter.
 
         It divides a matrix, by rows (`weight_shards.py`).
@@ -268,10 +265,10 @@ class LocalModels:
     def _pipeline_ranks(self, name: str) -> Iterable[int]:
         if self.chunks is None:
             return range(self.layout.pipeline)
-        return self._stages.get(self._first_of.get(name, name), [])
+        return self._pipeline_ranks_by_name.get(self._first_part_of.get(name, name), [])
 
     @cached_property
-    def _stages(self) -> dict[str, list[int]]:
+    def _pipeline_ranks_by_name(self) -> dict[str, list[int]]:
         stages: dict[str, list[int]] = {}
         for rank, chunks in enumerate(self.chunks or []):
             for name in dict.fromkeys(name for chunk in chunks for name in chunk):
@@ -287,7 +284,7 @@ class LocalModels:
         experts = self.arguments.whole("num_experts")
         return {name: expert * ranks // experts for name, expert in self._expert_of.items()}
 
-    def _tensor_size(self, name: str) -> int:
+    def _tensor_ranks(self, name: str) -> int:
         return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor
 
     def regions(self, name: str, tensor_rank: int, shard: int = 0) -> tuple[Region, ...] | None:
@@ -299,7 +296,7 @@ class LocalModels:
         Returns:
             None if the stored chunks have an unknown pattern.
         """
-        parts = [self._part_regions(part, tensor_rank, shard) for part in self._parts.get(name, [name])]
+        parts = [self._part_regions(part, tensor_rank, shard) for part in self._split_parameters.get(name, [name])]
         known_parts = [part for part in parts if part is not None]
         return tuple(chain.from_iterable(known_parts)) if len(known_parts) == len(parts) else None
 
@@ -311,9 +308,9 @@ class LocalModels:
         megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
         """
         weight = self.weights[name]
-        ranks = self._tensor_size(name)
+        ranks = self._tensor_ranks(name)
         shape = weight.tensor.shape
-        if self._is_sharded(name):
+        if self._has_shards(name):
             return ShardOfWeight(tensor_rank, ranks, shard, self.weight_shards).regions(name, shape, weight.grid)
         cut = [axis for axis, offsets in enumerate(weight.grid) if len(offsets) > 1]
         if not cut:
@@ -325,7 +322,7 @@ class LocalModels:
             return None
         ends = (*offsets[1:], shape[axis])
         chosen = range(tensor_rank, len(offsets), ranks)
-        return tuple(band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
+        return tuple(Region.band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
 
     def candidates(self, rank: ModelRank) -> Iterable[tuple[str, tuple[Region, ...]]]:
         """Yield all parameters that a rank can have, with the rank's regions of each."""

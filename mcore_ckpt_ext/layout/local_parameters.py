@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.model_arguments import is_gated
 from mcore_ckpt_ext.job.releases import KEEPS_DOWN_PROJECTIONS_WHOLE
 from mcore_ckpt_ext.model_space.anatomy import (
     block_of,
@@ -230,11 +231,9 @@ def regions_of(
     if cut is None:
         return shape, (Region.whole(name, shape),)
     size = shape[cut.axis] // cut.bands
-    sizes = _with_size(shape, cut.axis, size)
     starts = ((band * part.ranks + part.rank) * size for band in range(cut.bands))
-    return _with_size(shape, cut.axis, shape[cut.axis] * part.ranks), tuple(
-        Region(name, _with_size((0,) * len(shape), cut.axis, start), sizes) for start in starts
-    )
+    whole = (*shape[: cut.axis], shape[cut.axis] * part.ranks, *shape[cut.axis + 1 :])
+    return whole, tuple(Region.band(name, shape, cut.axis, start, start + size) for start in starts)
 
 
 def shard_grid(
@@ -274,7 +273,7 @@ def shard_grid(
     return tuple(tuple(range(0, length, size)) if axis == cut.axis else (0,) for axis, length in enumerate(shape))
 
 
-def whole_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut | None:
+def newest_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut | None:
     """Return how the newest version shards a tensor of that shape; None if it is replicated.
 
     Raises:
@@ -302,8 +301,7 @@ def _cut(
         return None
     if leaf in ("weight", "bias"):
         if is_first_linear(name):
-            is_gated = bool(arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit)
-            return Cut(0, 2 if (is_gated if part.gated is None else part.gated) else 1)
+            return Cut(0, 2 if (is_gated(arguments) if part.gated is None else part.gated) else 1)
         if module in _COLUMN_PARALLEL:
             return Cut(0)
         if module in _ROW_PARALLEL:
@@ -321,7 +319,3 @@ def _cut(
         found=f"{name}, {shape} on each of {counted(part.ranks, 'rank')}",
         hint="resume it once under its own layout and save with --ckpt-format torch_dist, which records the split",
     )
-
-
-def _with_size(sizes: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:axis], size, *sizes[axis + 1 :])

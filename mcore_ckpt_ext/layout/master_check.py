@@ -50,21 +50,26 @@ from mcore_ckpt_ext.errors import ProofError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.lazy_torch import torch
 
-_AT_ONCE = 1 << 15  # number of elements above which torch uses all processors
-_BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+_CACHED_NUMEL = 1 << 15
+"""Number of elements that fit into a processor's cache; torch uses several threads for more."""
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def bits_dtype(itemsize: int) -> torch.dtype:
     """Return the integer dtype of a width in bytes, in which bits are compared."""
-    dtype: torch.dtype = getattr(torch, _BITS[itemsize])
+    dtype: torch.dtype = getattr(torch, _INTEGERS[itemsize])
     return dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The first element where master and weight disagree, with both values.
+    """The first element where master and weight disagree.
 
-    `position` is its place in the compared order.
+    Attributes:
+        position: its place in the compared order.
+        master: its master.
+        weight: its weight.
+        count: number of compared elements that disagree.
     """
 
     position: int
@@ -77,37 +82,37 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Proof:
-    """A way of verifying masters.
+class MasterCheck:
+    """A relation between masters and weights, and its verification.
 
     Attributes:
-        words: a description of the verified relation.
+        relation: a description of the relation.
         first_mismatch: returns the first mismatch of masters and weights of the same shape; None if there is none.
         weakness: the larger, the less the check detects.
         fault: a description of a mismatch.
         quantized: the numbers of quantized weights; None for others.
     """
 
-    words: str
+    relation: str
     first_mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
     weakness: int
     fault: str = "a master does not round to its weight"
     quantized: _Quantized | None = None
 
-    def proof_at_step(self, step: float) -> Proof:
+    def with_step(self, step: float) -> MasterCheck:
         """Return the check for quantized weights whose two smallest numbers differ by `step`."""
         if self.quantized is None or step <= self.quantized.step:
             return self
         quantized = replace(self.quantized, step=step)
-        return replace(self, first_mismatch=quantized.first_far, quantized=quantized)
+        return replace(self, first_mismatch=quantized.first_mismatch, quantized=quantized)
 
     @property
-    def is_near(self) -> bool:
+    def is_approximate(self) -> bool:
         """True if the check shows only that masters are near their weights."""
         return self.weakness > BY_EITHER_ROUNDING.weakness
 
-    def check(
-        self, masters: torch.Tensor, weights: torch.Tensor, where: Callable[[int], str], instead: str = ""
+    def verify(
+        self, masters: torch.Tensor, weights: torch.Tensor, where: Callable[[int], str], more_hint: str = ""
     ) -> None:
         """Refuse masters that do not match their weights.
 
@@ -115,10 +120,10 @@ class Proof:
             masters: fp32 masters, or the values that the optimizer keeps in place of them.
             weights: weights of the same shape, stored or live.
             where: describes the element at a position of the compared order.
-            instead: an additional hint for the user, if there is one.
+            more_hint: what the error's hint ends with.
 
         Raises:
-            ProofError: a master does not round to its weight.
+            ProofError: a master does not match its weight.
         """
         mismatch = self.first_mismatch(masters, weights)
         if mismatch is not None:
@@ -127,7 +132,7 @@ class Proof:
                 found=f"master {mismatch.master!r}",
                 expected=f"weight {mismatch.weight!r}",
                 where=where(mismatch.position),
-                hint="the checkpoint is damaged, or its weights were edited after the save" + instead,
+                hint="the checkpoint is damaged, or its weights were edited after the save" + more_hint,
             )
 
 
@@ -145,32 +150,30 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
 
 
 def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether all are equal, comparing parts that fit into a processor's cache.
+    """Return whether all masters round to their weights.
 
-    The comparison does not use several threads.
+    Parts are compared that fit into a processor's cache, and are so small that torch does not wake its threads.
     """
-    values = master.reshape(-1)
-    stored = weight.reshape(-1)
+    masters = master.reshape(-1)
+    weights = weight.reshape(-1)
     size = weight.dtype.itemsize
-    count = stored.numel()
-    in_words = not (stored.storage_offset() * size % 8 or count * size % 8)
+    numel = weights.numel()
+    # Compare as the widest integers possible: the fewer elements, the faster.
+    in_words = not (weights.storage_offset() * size % 8 or numel * size % 8)
     bits = torch.int64 if in_words else bits_dtype(size)
-    if count <= _AT_ONCE:
-        return torch.equal(values.to(weight.dtype, copy=True).view(bits), stored.view(bits))
-    room = torch.empty(min(_AT_ONCE, count), dtype=weight.dtype)
-    rounded = room.view(bits)
-    weight_parts = torch.split(stored.view(bits), max(1, _AT_ONCE * size // bits.itemsize))
-    for part, weight_part in zip(torch.split(values, _AT_ONCE), weight_parts, strict=True):
-        if part.numel() < room.numel():  # the last part
-            room = room[: part.numel()]
-            rounded = room.view(bits)
-        room.copy_(part)
-        if not torch.equal(rounded, weight_part):
+    if numel <= _CACHED_NUMEL:
+        return torch.equal(masters.to(weight.dtype, copy=True).view(bits), weights.view(bits))
+    rounded = torch.empty(_CACHED_NUMEL, dtype=weight.dtype)
+    weight_parts = torch.split(weights.view(bits), _CACHED_NUMEL * size // bits.itemsize)
+    for part, weight_part in zip(torch.split(masters, _CACHED_NUMEL), weight_parts, strict=True):
+        rounded = rounded[: part.numel()]  # the last part may be shorter
+        rounded.copy_(part)
+        if not torch.equal(rounded.view(bits), weight_part):
             return False
     return True
 
 
-def first_neither(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
+def _first_mismatch_either_rounding(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
     """Compare like `first_mismatch`, but also accept ties that are rounded away from zero.
 
     Returns:
@@ -183,110 +186,114 @@ def first_neither(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None
     away = ((master.detach().contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16)
     bits = weight.detach().contiguous().view(torch.int16)
     even = master.detach().to(torch.bfloat16).contiguous().view(torch.int16)
-    different = ((even != bits) & (away != bits)).reshape(-1)
-    return _mismatch(master, weight, different)
+    return _mismatch(master, weight, ((even != bits) & (away != bits)).reshape(-1))
 
 
-def first_far(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
+def _first_mismatch_fp16(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
     """Compare masters that were rounded to fp16 with weights: see the module's docstring.
 
     Returns:
         None if all are near; NaN is not near any number.
     """
-    numbers = master.detach().double().reshape(-1)
-    near = weight.detach().double().reshape(-1)
+    masters = master.detach().double().reshape(-1)
+    weights = weight.detach().double().reshape(-1)
     # Below the smallest normal number, fp16 has steps of 2**-24, times a scale of the largest number / 65504. If only a
     # part of the tensor is at hand, its largest number may be smaller, which 2**-30 allows for.
-    floor = float(near.abs().max()) * 2**-30 if near.numel() else 0.0
+    floor = float(weights.abs().max()) * 2**-30 if weights.numel() else 0.0
     half_steps = torch.finfo(weight.dtype).eps / 2 + torch.finfo(torch.float16).eps
-    different = ~((numbers - near).abs() <= near.abs() * half_steps * (1 + half_steps) + floor)
-    return _mismatch(master, weight, different)
+    return _mismatch(
+        master, weight, ~((masters - weights).abs() <= weights.abs() * half_steps * (1 + half_steps) + floor)
+    )
 
 
-def _mismatch(master: torch.Tensor, weight: torch.Tensor, different: torch.Tensor) -> Mismatch | None:
-    """Return the first element that is marked as different; None if none is."""
-    if not bool(different.any()):
+def _mismatch(master: torch.Tensor, weight: torch.Tensor, differs: torch.Tensor) -> Mismatch | None:
+    """Return the first element that `differs`; None if none does."""
+    if not bool(differs.any()):
         return None
-    position = int(different.nonzero()[0])
+    position = int(differs.nonzero()[0])
     return Mismatch(
         position,
         float(master.reshape(-1)[position]),
         float(weight.reshape(-1)[position]),
-        int(different.sum()),
+        int(differs.sum()),
     )
 
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Numbers of few bits times a scale.
+    """Numbers of few bits times a scale, and how far from them a master may be.
 
     Attributes:
         half_step: half the distance of two neighbors, relative to the larger one.
-        nothing: the fraction of the largest weight at hand below which a master may have become zero. Half of the
+        of_largest: the tolerance near a weight of zero, as a fraction of the largest weight at hand. Half of the
             smallest step is 2**-10 of 448 in E4M3, twice that if scales are powers of two; the largest weight at hand
             may be smaller than that of the block, or than the one that a delayed scale is based on. In E2M1 it is 1/4
             of 6.
-        between: the same fraction of the smallest weight at hand that is not zero, and of the step.
+        of_smallest: the same tolerance as a fraction of the smallest weight at hand that is not zero, and of the step.
         step: the distance of the two smallest numbers, times the scale; 0 if no scale is known.
     """
 
     half_step: float
-    nothing: float
-    between: float
+    of_largest: float
+    of_smallest: float
     step: float = 0.0
 
-    def first_far(self, master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
+    def first_mismatch(self, master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
         """Return the first master that is not within half a step of its weight; NaN is not near any number."""
         if first_mismatch(master, weight) is None:
             return None
-        numbers = master.detach().double().reshape(-1)
-        near = weight.detach().double().reshape(-1)
-        sizes = near.abs()
+        masters = master.detach().double().reshape(-1)
+        weights = weight.detach().double().reshape(-1)
+        sizes = weights.abs()
         largest = float(sizes.max())
         smallest = float(sizes.where(sizes > 0, torch.inf).min())
         # Both masters and weights may have been rounded to the weights' dtype on the way.
         rounding = 2 * torch.finfo(weight.dtype).eps
         share = self.half_step * (1 + self.half_step) + rounding
         step = max(self.step, smallest if largest else 0.0)
-        floor = max(largest * self.nothing, step * self.between * (1 + rounding))
-        different = ~((numbers - near).abs() <= sizes * share + floor)
-        cut_off = (sizes >= largest * (1 - self.half_step / 8)) & (numbers.sign() == near.sign())
-        different &= ~(cut_off & (numbers.abs() >= sizes) & (numbers.abs() <= 2 * sizes))
-        return _mismatch(master, weight, different)
+        floor = max(largest * self.of_largest, step * self.of_smallest * (1 + rounding))
+        differs = ~((masters - weights).abs() <= sizes * share + floor)
+        # The largest weight may be a truncated master.
+        is_largest = (sizes >= largest * (1 - self.half_step / 8)) & (masters.sign() == weights.sign())
+        differs &= ~(is_largest & (masters.abs() >= sizes) & (masters.abs() <= 2 * sizes))
+        return _mismatch(master, weight, differs)
 
 
-def _nearness(numbers: str, quantized: _Quantized, weakness: int) -> Proof:
+def _quantized_check(numbers: str, quantized: _Quantized, weakness: int) -> MasterCheck:
+    relation = f"within {numbers} rounding of their weights"
     fault = f"a master is not within {numbers} rounding of its weight"
-    return Proof(f"within {numbers} rounding of their weights", quantized.first_far, weakness, fault, quantized)
+    return MasterCheck(relation, quantized.first_mismatch, weakness, fault, quantized)
 
 
-BY_ROUNDING = Proof("equal to their weights when rounded", first_mismatch, 0)
-BY_EITHER_ROUNDING = Proof("equal to their weights when rounded, ties either way", first_neither, 1)
-WITHIN_HALF_PRECISION = Proof(
-    "within fp16 rounding of their weights", first_far, 2, "a master is not within fp16 rounding of its weight"
+BY_ROUNDING = MasterCheck("equal to their weights when rounded", first_mismatch, 0)
+BY_EITHER_ROUNDING = MasterCheck(
+    "equal to their weights when rounded, ties either way", _first_mismatch_either_rounding, 1
 )
-WITHIN_FP8 = _nearness("fp8", _Quantized(2**-4, 2**-12, 1 / 2), 3)
-WITHIN_FP4 = _nearness("fp4", _Quantized(2**-2, 2**-4, 1 / 2), 4)
+WITHIN_FP16 = MasterCheck(
+    "within fp16 rounding of their weights",
+    _first_mismatch_fp16,
+    2,
+    "a master is not within fp16 rounding of its weight",
+)
+WITHIN_FP8 = _quantized_check("fp8", _Quantized(2**-4, 2**-12, 1 / 2), 3)
 # Stored quantized weights that a live job quantizes again, with the scale of other parts: both roundings add up.
-WITHIN_FP8_TWICE = _nearness("fp8 (twice)", _Quantized(2**-3, 2**-11, 1.0), 5)
-WITHIN_FP4_TWICE = _nearness("fp4 (twice)", _Quantized(2**-1, 2**-3, 1.0), 6)
-_HALF_PRECISION = ("fp16", "torch.float16")
+WITHIN_FP8_TWICE = _quantized_check("fp8 (twice)", _Quantized(2**-3, 2**-11, 1.0), 4)
+WITHIN_FP4 = _quantized_check("fp4", _Quantized(2**-2, 2**-4, 1 / 2), 5)
+WITHIN_FP4_TWICE = _quantized_check("fp4 (twice)", _Quantized(2**-1, 2**-3, 1.0), 6)
 
 
-def weaker_of(one: Proof, other: Proof | None) -> Proof:
+def weaker_of(one: MasterCheck, other: MasterCheck | None) -> MasterCheck:
     """Return the weaker of two checks; None requires nothing.
 
     If both sides are quantized, both roundings apply.
     """
     if other is None:
         return one
-    weaker = max(one, other, key=lambda proof: proof.weakness)
+    weaker = max(one, other, key=lambda check: check.weakness)
     if one.quantized is None or other.quantized is None:
         return weaker
-    twice = (
-        WITHIN_FP4_TWICE if weaker.weakness in (WITHIN_FP4.weakness, WITHIN_FP4_TWICE.weakness) else WITHIN_FP8_TWICE
-    )
-    return twice.proof_at_step(max(one.quantized.step, other.quantized.step))
+    twice = WITHIN_FP4_TWICE if weaker.weakness >= WITHIN_FP4.weakness else WITHIN_FP8_TWICE
+    return twice.with_step(max(one.quantized.step, other.quantized.step))
 
 
 def smallest_step(dtype: torch.dtype, scale: float) -> float:
@@ -295,7 +302,7 @@ def smallest_step(dtype: torch.dtype, scale: float) -> float:
     return abs(scale) * numbers.smallest_normal * numbers.eps
 
 
-def proof_of(arguments: JobArguments) -> Proof:
+def master_check_of(arguments: JobArguments) -> MasterCheck:
     """Return the master check for a job with these arguments."""
     if arguments.fp4_param_gather:
         return WITHIN_FP4
@@ -303,9 +310,10 @@ def proof_of(arguments: JobArguments) -> Proof:
         return WITHIN_FP8
     if not arguments.use_precision_aware_optimizer:
         return BY_ROUNDING
-    return WITHIN_HALF_PRECISION if half_precision(arguments) else BY_EITHER_ROUNDING
+    return WITHIN_FP16 if keeps_fp16_masters(arguments) else BY_EITHER_ROUNDING
 
 
-def half_precision(arguments: JobArguments) -> bool:
+def keeps_fp16_masters(arguments: JobArguments) -> bool:
     """Return whether a precision-aware optimizer keeps masters in fp16."""
-    return bool(arguments.use_precision_aware_optimizer) and str(arguments.main_params_dtype) in _HALF_PRECISION
+    is_fp16 = str(arguments.main_params_dtype) in ("fp16", "torch.float16")
+    return bool(arguments.use_precision_aware_optimizer) and is_fp16

@@ -1,7 +1,4 @@
-"""Recovers a group's packing: candidates are restricted by sizes and confirmed by content.
-
-They come from several sources.
-"""
+"""Recovers a group's packing: a proposal must fit its sizes, and is confirmed by its content."""
 
 from __future__ import annotations
 
@@ -11,19 +8,26 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, join_some
-from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, mismatch_reason
-from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
+from mcore_ckpt_ext.layout.buckets import (
+    SAMPLE,
+    BucketKey,
+    OptimizerGroup,
+    Packing,
+    Placement,
+    SampleReader,
+    fit_problem,
+)
+from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
-from mcore_ckpt_ext.layout.packing_candidates import Proposal, buffer_ranks
-from mcore_ckpt_ext.layout.packing_search import discover
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck
+from mcore_ckpt_ext.layout.packing_proposals import Proposal, buffer_ranks
+from mcore_ckpt_ext.layout.packing_search import search_by_content
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import numel_of
 
-# Number of elements of a parameter that are compared, and number of parameters that are compared together.
-_SAMPLE = 64
 _AT_ONCE = 32
+"""Number of parameters whose samples are compared together."""
 _INCOMPLETE = "it does not cover every parameter"
 _UNKNOWN_PARAMETERS = (
     "this package does not know how the model stores some parameters, or the checkpoint is damaged: resume under the "
@@ -37,9 +41,7 @@ class UncertainPackingError(PackingError, UnsupportedCheckpointError):
 
 @dataclass(frozen=True)
 class RecoveredPacking:
-    """A packing confirmed by sizes, chunk borders and content, and the source of its parameter order.
-
-    Samples of the content are compared.
+    """A packing that fits sizes and chunk borders, and the source of its parameter order.
 
     Attributes:
         order_source: the label of the source.
@@ -54,11 +56,11 @@ class RecoveredPacking:
     sidecar_problem: str | None = None
 
 
-def recover(
+def recover_packing(
     group: OptimizerGroup,
     models: LocalModels,
     proposals: Sequence[Proposal],
-    read: Bytes,
+    reader: SampleReader,
 ) -> RecoveredPacking:
     """Find the packing of one optimizer group.
 
@@ -67,20 +69,22 @@ def recover(
     sidecar.
 
     Raises:
-        PackingError: no candidate passes, and the search by content fails.
+        PackingError: no proposal passes, and the search by content fails.
     """
     tried: dict[str, list[str]] = {}
     sidecar_problem: str | None = None
     for number, proposal in enumerate(proposals):
-        packing, problem = _tried(group, proposal, read)
-        if packing is not None and problem is None and proposal.is_recorded:
-            problem = _contradiction(group, models, packing, proposals[number + 1 :], read)
-        if packing is not None and problem is None:
+        packing = _packing_or_problem(group, proposal, reader)
+        if proposal.is_recorded and not isinstance(packing, str):
+            packing = _contradiction(group, models, packing, proposals[number + 1 :], reader) or packing
+        if not isinstance(packing, str):
             return RecoveredPacking(proposal.label, packing, sidecar_problem=sidecar_problem)
-        tried.setdefault(str(problem), []).append(proposal.label)
-        sidecar_problem = problem if proposal.is_recorded else sidecar_problem
+        tried.setdefault(packing, []).append(proposal.label)
+        sidecar_problem = packing if proposal.is_recorded else sidecar_problem
     try:
-        by_content = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
+        by_content = search_by_content(
+            group, models.candidates(group.rank), _data_parallel_borders(group, models), reader
+        )
     except PackingError as error:
         is_unknown = tried.keys() == {_INCOMPLETE}
         problems = [f"{', '.join(dict.fromkeys(labels))}: {problem}" for problem, labels in tried.items()]
@@ -93,16 +97,15 @@ def recover(
     return RecoveredPacking("discovery by content", by_content, discovered=True, sidecar_problem=sidecar_problem)
 
 
-def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
-    """Return a candidate packing, and why it cannot be the group's.
-
-    Sizes, chunk borders and samples of the content are compared.
-    """
+def _packing_or_problem(group: OptimizerGroup, proposal: Proposal, reader: SampleReader | None = None) -> Packing | str:
+    """Return a proposed packing, or why sizes, chunk borders or, with a reader, samples contradict it."""
     packing = proposal.packing_of(group)
-    problem = _INCOMPLETE if packing is None else mismatch_reason(packing, group)
-    if packing is not None and problem is None:
-        problem = _sample(group, packing, read)
-    return packing, problem
+    if packing is None:
+        return _INCOMPLETE
+    problem = fit_problem(packing, group)
+    if problem is None and reader is not None:
+        problem = _sample_mismatch(group, packing, reader)
+    return problem or packing
 
 
 def _contradiction(
@@ -110,25 +113,25 @@ def _contradiction(
     models: LocalModels,
     recorded: Packing,
     others: Sequence[Proposal],
-    read: Bytes,
+    reader: SampleReader,
 ) -> str | None:
     """Return a known layer spec that also fits but contradicts the sidecar; None if there is none.
 
     A model's observed order, or any known spec, may confirm the sidecar. No known spec covers a user's own modules.
     """
-    placed = _placed(recorded)
+    positions = _positions(recorded)
     packings = (packing for other in others if (packing := other.packing_of(group)) is not None)
-    if models.arguments.spec or any(_placed(packing) == placed for packing in packings):
+    if models.arguments.spec or any(_positions(packing) == positions for packing in packings):
         return None
-    for other in others:
-        packing, problem = (None, None) if other.is_observed else _tried(group, other, read)
-        if packing is not None and problem is None:
-            moved = {name for key, places in _placed(packing).items() for name, _ in {*places} ^ {*placed[key]}}
+    for other in (other for other in others if not other.is_observed):
+        fitting = _packing_or_problem(group, other, reader)
+        if not isinstance(fitting, str):
+            moved = {name for key, places in _positions(fitting).items() for name, _ in {*places} ^ {*positions[key]}}
             return f"{other.label} fits by itself and places parameters differently: {join_some(sorted(moved))}"
     return None
 
 
-def recover_unproven(
+def recover_unverified_packing(
     group: OptimizerGroup,
     models: LocalModels,
     proposals: Sequence[Proposal],
@@ -136,16 +139,16 @@ def recover_unproven(
     *,
     is_recorded: bool = False,
 ) -> RecoveredPacking:
-    """Find the packing of a group whose content cannot verify it.
+    """Find the packing of a group of remainders, which match any weight and so verify nothing.
 
-    The content cannot, because any weight matches any remainder. The packing must be certain for another reason.
-    Recorded digests confirm it; or it was recorded or observed in a model, and fits the borders of the stored chunks;
-    or it is the only known one that fits these borders, for a model that Megatron itself builds.
+    The packing must be certain for another reason. Recorded digests confirm it; or it was recorded or observed in a
+    model, and fits the borders of the stored chunks; or it is the only known one that fits these borders, for a model
+    that Megatron itself builds.
 
     Args:
         group: the group.
         models: the parameters that may be in it.
-        proposals: candidate packings, the most reliable first.
+        proposals: the most reliable first.
         contradiction: returns why a packing contradicts digests recorded at the save; None if it does not.
         is_recorded: whether there are such digests.
 
@@ -156,19 +159,20 @@ def recover_unproven(
     fitting: list[tuple[Proposal, Packing]] = []
     tried: list[str] = []
     for proposal in proposals:
-        packing = proposal.packing_of(group)
-        problem = _INCOMPLETE if packing is None else mismatch_reason(packing, group)
-        if packing is not None and problem is None:
-            problem = contradiction(packing)
-        if packing is not None and problem is None:
-            if proposal.is_observed or is_recorded:
-                return RecoveredPacking(proposal.label, packing)
-            fitting.append((proposal, packing))
-        tried.append(f"{proposal.label}: {problem or 'it fits'}")
+        packing = _packing_or_problem(group, proposal)
+        if not isinstance(packing, str):
+            packing = contradiction(packing) or packing
+        if isinstance(packing, str):
+            tried.append(f"{proposal.label}: {packing}")
+            continue
+        if proposal.is_observed or is_recorded:
+            return RecoveredPacking(proposal.label, packing)
+        fitting.append((proposal, packing))
+        tried.append(f"{proposal.label}: it fits")
     own_spec = bool(models.arguments.spec)  # `--spec`: the user's own modules
-    bordered = all(stored.cuts is not None for stored in group.buckets.values()) and not own_spec
-    alike = all(_placed(packing) == _placed(fitting[0][1]) for _, packing in fitting)
-    if fitting and bordered and alike:
+    has_borders = all(stored.borders is not None for stored in group.buckets.values())
+    are_alike = all(_positions(packing) == _positions(fitting[0][1]) for _, packing in fitting)
+    if fitting and has_borders and are_alike and not own_spec:
         return RecoveredPacking(fitting[0][0].label, fitting[0][1])
     refusal = PackingError if is_recorded else UncertainPackingError
     raise refusal(
@@ -183,28 +187,28 @@ def recover_unproven(
     )
 
 
-def _placed(packing: Packing) -> dict[BucketKey, list[tuple[str, int]]]:
-    return {key: [(placement.name, placement.start) for placement in placed] for key, placed in packing.items()}
+def _positions(packing: Packing) -> dict[BucketKey, list[tuple[str, int]]]:
+    return {key: [(placement.name, placement.start) for placement in bucket] for key, bucket in packing.items()}
 
 
-def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPacking | None:
-    """Return the first candidate that fits a group's sizes and chunk borders; content is not checked."""
+def propose_packing(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPacking | None:
+    """Return the first proposal that fits a group's sizes and chunk borders; content is not checked."""
     for proposal in proposals:
-        packing = proposal.packing_of(group)
-        if packing is not None and mismatch_reason(packing, group) is None:
+        packing = _packing_or_problem(group, proposal)
+        if not isinstance(packing, str):
             return RecoveredPacking(proposal.label, packing)
     return None
 
 
-def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
+def _sample_mismatch(group: OptimizerGroup, packing: Packing, reader: SampleReader) -> str | None:
     """Compare the first elements of every parameter with its weight, and describe the first difference."""
     placed = [(key, placement) for key, placements in packing.items() for placement in placements]
     # The first parameter is compared alone, because it reveals most errors before more is read.
     for begin, end in pairwise((0, *range(1, len(placed), _AT_ONCE), len(placed))):
-        samples = [_Sample.of(group, key, placement, read) for key, placement in placed[begin:end]]
-        if samples and not _all_round(samples):
+        samples = [_Sample.read(group, key, placement, reader) for key, placement in placed[begin:end]]
+        if samples and not _all_match(samples):
             for sample in samples:
-                if (mismatch := sample.proof.first_mismatch(sample.master, sample.weight)) is not None:
+                if (mismatch := sample.master_check.first_mismatch(sample.master, sample.weight)) is not None:
                     return f"{sample.name} would be {mismatch}"
     return None
 
@@ -213,19 +217,19 @@ class _Sample(NamedTuple):
     """The first masters of a parameter at the position in a packing, and its first weights."""
 
     name: str
-    proof: Proof
+    master_check: MasterCheck
     master: torch.Tensor
     weight: torch.Tensor
 
     @classmethod
-    def of(cls, group: OptimizerGroup, key: BucketKey, placement: Placement, read: Bytes) -> _Sample:
-        count = min(_SAMPLE, numel_of(placement.regions))
-        master = read.master(group, key, placement.start, count)
-        proof = read.proof(region.name for region in placement.regions)
-        return cls(placement.name, proof, master, read.weight(placement.regions, count))
+    def read(cls, group: OptimizerGroup, key: BucketKey, placement: Placement, reader: SampleReader) -> _Sample:
+        count = min(SAMPLE, numel_of(placement.regions))
+        master = reader.master(group, key, placement.start, count)
+        master_check = reader.master_check(region.name for region in placement.regions)
+        return cls(placement.name, master_check, master, reader.weight(placement.regions, count))
 
 
-def _all_round(samples: Sequence[_Sample]) -> bool:
+def _all_match(samples: Sequence[_Sample]) -> bool:
     """Return whether all masters round to their weights, comparing them together to save overhead."""
     _, _, masters, weights = zip(*samples, strict=True)
     if len({weight.dtype for weight in weights}) > 1:
@@ -240,6 +244,6 @@ def _data_parallel_borders(group: OptimizerGroup, models: LocalModels) -> dict[B
     alignment = bucket_alignment(ranks, high_bandwidth)
     borders: dict[BucketKey, frozenset[int]] = {}
     for key, stored in group.buckets.items():
-        padded = -(-stored.numel_unpadded // alignment) * alignment
+        padded = align(stored.numel_unpadded, alignment)
         borders[key] = frozenset(padded // ranks * rank for rank in range(1, ranks))
     return borders

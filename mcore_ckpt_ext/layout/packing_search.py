@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mcore_ckpt_ext.errors import PackingError
-from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement
+from mcore_ckpt_ext.layout.buckets import SAMPLE, BucketKey, OptimizerGroup, Packing, Placement, SampleReader
 from mcore_ckpt_ext.layout.grad_buffer import align
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.names import Layer, split_layer
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
-
-_SAMPLE = 64
 
 
 @dataclass(frozen=True)
@@ -31,30 +29,30 @@ class _Spot:
     fitting: dict[str, tuple[Region, ...]]
 
 
-def discover(
+def search_by_content(
     group: OptimizerGroup,
     candidates: Iterable[tuple[str, tuple[Region, ...]]],
-    borders: dict[BucketKey, frozenset[int]],
-    read: Bytes,
+    data_parallel_borders: dict[BucketKey, frozenset[int]],
+    reader: SampleReader,
 ) -> Packing:
     """Locate every parameter of a group.
 
     Args:
         group: the stored buffers.
         candidates: all parameters that this tensor-parallel rank can have.
-        borders: cuts that are explained by data-parallel sharding alone, by bucket.
-        read: reads samples.
+        data_parallel_borders: chunk borders that data-parallel sharding alone explains, by bucket.
+        reader: reads samples.
 
     Raises:
         PackingError: no parameter, or more than one, matches at some position.
     """
-    search = _Search(group, read, candidates)
+    search = _Search(group, reader, candidates)
     spots = [
         spot
         for key, stored in sorted(group.buckets.items())
         for spot in (
-            search.between_cuts(key, stored.cuts, borders.get(key, frozenset()))
-            if stored.cuts is not None
+            search.spots_between_borders(key, stored.borders, data_parallel_borders.get(key, frozenset()))
+            if stored.borders is not None
             else search.spots_by_content(key, stored.numel_unpadded)
         )
     ]
@@ -69,25 +67,27 @@ class _Search:
     """Finds the parameters whose first weights match the masters at a position of a bucket."""
 
     def __init__(
-        self, group: OptimizerGroup, read: Bytes, candidates: Iterable[tuple[str, tuple[Region, ...]]]
+        self, group: OptimizerGroup, reader: SampleReader, candidates: Iterable[tuple[str, tuple[Region, ...]]]
     ) -> None:
         self._group = group
-        self._read = read
+        self._reader = reader
         self._by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
         for name, regions in candidates:
             numel = numel_of(regions)
-            weight = read.weight(regions, min(numel, _SAMPLE))
+            weight = reader.weight(regions, min(numel, SAMPLE))
             self._by_numel.setdefault(numel, []).append((name, regions, weight))
 
-    def between_cuts(self, key: BucketKey, cuts: Sequence[int], borders: frozenset[int]) -> Iterable[_Spot]:
+    def spots_between_borders(
+        self, key: BucketKey, borders: Sequence[int], data_parallel_borders: frozenset[int]
+    ) -> Iterable[_Spot]:
         """Yield spots of an array with chunk borders, which limit where parameters begin and end."""
         position = 0
-        while position < len(cuts) - 1:
-            start = cuts[position]
+        while position < len(borders) - 1:
+            start = borders[position]
             if start % self._group.alignment:
                 position += 1
                 continue
-            spot, position = self._fitting(key, cuts, position, borders)
+            spot, position = self._fitting(key, borders, position, data_parallel_borders)
             if not spot.fitting:
                 raise PackingError(
                     "the search by content found no parameter whose weights match the masters at a place",
@@ -103,7 +103,7 @@ class _Search:
             if start % self._group.alignment:
                 start = align(start, self._group.alignment)
                 continue
-            sample = self._read.master(self._group, key, start, min(numel - start, _SAMPLE))
+            sample = self._reader.master(self._group, key, start, min(numel - start, SAMPLE))
             fitting = {length: self._matching(sample, length) for length in self._by_numel if length <= numel - start}
             lengths = [length for length, names in fitting.items() if names]
             if len(lengths) != 1:
@@ -116,21 +116,21 @@ class _Search:
             start += lengths[0]
 
     def _fitting(
-        self, key: BucketKey, cuts: Sequence[int], position: int, borders: frozenset[int]
+        self, key: BucketKey, borders: Sequence[int], position: int, data_parallel_borders: frozenset[int]
     ) -> tuple[_Spot, int]:
-        """Return the parameters that match at one cut, and the number of the cut at their end.
+        """Return the parameters that match at one border, and the number of the border at their end.
 
-        Their length is the only one that leaves no unexplained cut inside.
+        Their length is the only one that leaves no unexplained border inside.
         """
-        start = cuts[position]
-        for after in range(position + 1, len(cuts)):
+        start = borders[position]
+        for after in range(position + 1, len(borders)):
             fitting = {}
-            numel = cuts[after] - start
+            numel = borders[after] - start
             if numel in self._by_numel:
-                fitting = self._matching(self._read.master(self._group, key, start, min(numel, _SAMPLE)), numel)
-            if fitting or cuts[after] not in borders:
+                fitting = self._matching(self._reader.master(self._group, key, start, min(numel, SAMPLE)), numel)
+            if fitting or borders[after] not in data_parallel_borders:
                 return _Spot(key, start, fitting), after
-        return _Spot(key, start, {}), len(cuts)
+        return _Spot(key, start, {}), len(borders)
 
     def _matching(self, masters: torch.Tensor, numel: int) -> dict[str, tuple[Region, ...]]:
         """Return the parameters of `numel` elements whose first weights are these masters when rounded."""

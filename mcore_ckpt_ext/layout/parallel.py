@@ -10,6 +10,7 @@ from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
 from mcore_ckpt_ext.job.dimensions import DIMENSIONS, LABELS, MODEL_SIZE_ARGUMENTS, OF_MODEL, SIZE_ARGUMENTS, in_words
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
+from mcore_ckpt_ext.layout.grad_buffer import default_bucket_size
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 
@@ -75,6 +76,11 @@ class ParallelLayout:
         to 0.19.2).
         """
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
+
+    @property
+    def last_chunk(self) -> tuple[int, int]:
+        """The pipeline rank and virtual stage of the last model chunk."""
+        return self.pipeline - 1, self.virtual_pipeline - 1
 
     @property
     def separates_experts(self) -> bool:
@@ -209,7 +215,7 @@ def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[i
         None if unknown.
     """
     if not arguments.pipeline_model_parallel_layout:
-        return layout.pipeline - 1, layout.virtual_pipeline - 1
+        return layout.last_chunk
     stage_layout = StageLayout.parse(arguments.pipeline_model_parallel_layout)
     return None if stage_layout is None else stage_layout.prediction_chunk(layout.pipeline)
 
@@ -257,14 +263,14 @@ def placement_changes(written: JobArguments, running: JobArguments) -> list[str]
     jobs = (written, running)
     changes += [name for name in SWITCHES if len({bool(job.raw.get(name)) for job in jobs}) > 1]
     changes += [name for name in WEIGHT_SHARDS if len({str(job.raw.get(name) or 1) for job in jobs}) > 1]
-    ranks = [ParallelLayout.from_arguments(job) for job in jobs]
+    layouts = [ParallelLayout.from_arguments(job) for job in jobs]
     if all(map(is_hybrid, jobs)):
-        stages = [layers_by_chunk(job, layout) for job, layout in zip(jobs, ranks, strict=True)]
+        stages = [layers_by_chunk(job, layout) for job, layout in zip(jobs, layouts, strict=True)]
         changes += ["hybrid_layer_pattern"] if stages[0] != stages[1] else []
-        ages = {FILTERS_ARE_FIRST.is_shown_by(job) for job in jobs}
-        changes += ["the order of a Mamba mixer's parameters"] if len(ages) > 1 else []
+        filters_first = {FILTERS_ARE_FIRST.is_shown_by(job) for job in jobs}
+        changes += ["the order of a Mamba mixer's parameters"] if len(filters_first) > 1 else []
     # The default bucket size depends on the number of data-parallel ranks.
     if running.overlap_grad_reduce and not (running.ddp_bucket_size or running.ddp_num_buckets):
-        sizes = [max(40, layout.data * layout.context) for layout in ranks]
-        changes += ["data_parallel_size"] if sizes[0] != sizes[1] else []
+        sizes = {default_bucket_size(layout.data * layout.context) for layout in layouts}
+        changes += ["data_parallel_size"] if len(sizes) > 1 else []
     return changes

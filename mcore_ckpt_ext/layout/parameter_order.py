@@ -112,7 +112,7 @@ _TOWER = (
     *_both("decoder.final_layernorm"),
 )  # fmt: skip
 _PROJECTOR = (*_both("encoder.linear_fc1", "encoder.linear_fc2", "encoder"),)
-_FRAME = {
+_OUTSIDE_LAYERS = {
     item: number
     for number, item in enumerate((
         *_LANGUAGE_MODEL,
@@ -137,13 +137,13 @@ _AROUND = {item: number for number, item in enumerate((*_both("enorm", "hnorm", 
                                                        *_both("final_layernorm")))}  # fmt: skip
 
 
-def _rank_in_frame(item: str, prefix: str) -> int | None:
+def _rank_among_known(item: str, prefix: str) -> int | None:
     """Return an item's position among all known ones; `prefix`: the prefix of language model names."""
     for expression, part in _OF_MIMO:
         if match := expression.match(item):
-            rank = _FRAME.get(part + item[match.end() :])
-            return None if rank is None else rank - len(_FRAME)
-    return _FRAME.get(item.removeprefix(prefix))
+            rank = _OUTSIDE_LAYERS.get(part + item[match.end() :])
+            return None if rank is None else rank - len(_OUTSIDE_LAYERS)
+    return _OUTSIDE_LAYERS.get(item.removeprefix(prefix))
 
 
 class ParameterOrder(Protocol):
@@ -153,10 +153,10 @@ class ParameterOrder(Protocol):
     def label(self) -> str:
         """The name of the order in messages."""
 
-    def frame(self, items: Sequence[str]) -> list[str] | None:
+    def order_outside_layers(self, items: Sequence[str]) -> list[str] | None:
         """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
 
-    def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
+    def order_in_layer(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
 
 
@@ -176,7 +176,7 @@ class KnownOrder:
         """Return the order of the same spec in a version of Megatron."""
         return KnownOrder(self.label, self._template, self._experts_by_matrix, FILTERS_ARE_FIRST.is_of(version))
 
-    def frame(self, items: Sequence[str]) -> list[str] | None:
+    def order_outside_layers(self, items: Sequence[str]) -> list[str] | None:
         """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
         prefix = max(map(language_prefix, items), default="")
         ranks = {rank: item for item in items if (rank := self._rank_outside(item, prefix)) is not None}
@@ -187,16 +187,16 @@ class KnownOrder:
         """Return the sort key of an item outside the layers, or in layers for multi-token prediction."""
         match = _PREDICTION.match(item.removeprefix(prefix))
         if match is None:
-            rank = _rank_in_frame(item, prefix)
+            rank = _rank_among_known(item, prefix)
             return None if rank is None else (rank,)
         number = int(match[1])
         suffix = match[2]
         if not suffix.startswith(f"{_INNER}."):
-            return (_FRAME["mtp"], number, _AROUND[suffix]) if suffix in _AROUND else None
+            return (_OUTSIDE_LAYERS["mtp"], number, _AROUND[suffix]) if suffix in _AROUND else None
         inner = self._key(suffix.removeprefix(f"{_INNER}."))
-        return None if inner is None else (_FRAME["mtp"], number, _AROUND[_INNER], *inner)
+        return None if inner is None else (_OUTSIDE_LAYERS["mtp"], number, _AROUND[_INNER], *inner)
 
-    def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
+    def order_in_layer(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
         keys = [self._key(suffix) for suffix in suffixes]
         keyed = [(key, suffix) for key, suffix in zip(keys, suffixes, strict=True) if key is not None]
@@ -256,7 +256,7 @@ class ObservedOrder:
                 self._frame.insert(after, item)
             after = self._frame.index(item) + 1
 
-    def frame(self, items: Sequence[str]) -> list[str] | None:
+    def order_outside_layers(self, items: Sequence[str]) -> list[str] | None:
         """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
         frame = self._frame.copy()
         for item in items:
@@ -266,7 +266,7 @@ class ObservedOrder:
                 frame.insert(frame.index(bias) if bias in frame else frame.index(alike[-1]) + 1 if alike else 0, item)
         return [item for item in frame if item in items] if {*frame} >= {*items} else None
 
-    def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
+    def order_in_layer(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
         ranks = self._layers.get(layer, {})
         return sorted(suffixes, key=ranks.__getitem__) if all(suffix in ranks for suffix in suffixes) else None
@@ -311,13 +311,13 @@ def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: b
             layers.setdefault(layer.block, {}).setdefault(layer.number, []).append(suffix)
         else:
             outside.append(output_layer_of(name) if tied_copy and is_word_embeddings(name) else name)
-    frame = order.frame([*outside, *layers])
+    frame = order.order_outside_layers([*outside, *layers])
     if frame is None:
         return None
     result: list[str] = []
     for item in frame:
         for number, unordered in sorted(layers.get(item, {}).items()):
-            suffixes = order.arrange(Layer(item, number), unordered)
+            suffixes = order.order_in_layer(Layer(item, number), unordered)
             if suffixes is None:
                 return None
             result += [layer_name(Layer(item, number), suffix) for suffix in suffixes]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterable, Sequence
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import TensorPart, regions_of
+from mcore_ckpt_ext.layout.local_parameters import TensorPart, gated_in_towers, regions_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.model_space.names import is_of_experts
@@ -25,7 +24,7 @@ class RankArrays:
     def __init__(self, arguments: JobArguments, layout: ParallelLayout) -> None:
         self._arguments = arguments
         self._layout = layout
-        self._gated: dict[str, bool] = {}
+        self._gated_in_towers: dict[str, bool] = {}
         self._tensors: dict[tuple[str, str], LogicalTensor] = {}
         self._copies: dict[tuple[str, str], dict[Region, list[StoredSlice]]] = {}
 
@@ -41,6 +40,10 @@ class RankArrays:
         """Return all copies of each part of a tensor: tensor-parallel replicas, tied embeddings, experts."""
         return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
 
+    def recognize_gates(self, weights: Iterable[tuple[str, TensorReference]]) -> None:
+        """Recognize gated linears of towers by the shapes of one rank's weights; call it before `add`."""
+        self._gated_in_towers |= gated_in_towers({name: value.shape for name, value in weights})
+
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:
         """Add one rank's part of a tensor, or of all tensors into which model space splits it.
 
@@ -48,39 +51,25 @@ class RankArrays:
             UnsupportedCheckpointError: the tensor-parallel split is unknown.
             UnreadableCheckpointError: the ranks disagree about the tensor.
         """
-        first = value.offset
-        part = self._part(name, tensor_rank)
-        for part_name, shape in parts_of(name, value.shape, part.ranks, self._arguments).items():
-            self._add(kind, part_name, shape, first, value, part, place)
-            first += prod(shape)
-
-    def _add(
-        self,
-        kind: str,
-        name: str,
-        local: tuple[int, ...],
-        first: int,
-        value: TensorReference,
-        part: TensorPart,
-        place: StoredObject,
-    ) -> None:
-        """Add a tensor of a rank's own shape that begins at element `first` of a storage."""
-        shape, regions = regions_of(name, local, part, self._arguments)
         extent = extent_of(value, place)
-        tensor = LogicalTensor(name, shape, extent.dtype)
-        if self._tensors.setdefault((kind, name), tensor) != tensor or not value.is_contiguous:
-            raise UnreadableCheckpointError(
-                "a tensor has different shapes or dtypes on different ranks",
-                found=f"{shape} of {extent.dtype}",
-                expected=str(self._tensors[kind, name]),
-                where=f"{kind} {name}, {place.file}",
-            )
-        for region in regions:
-            stored = StoredSlice(Slice.whole((region,)), extent, first)
-            self._copies.setdefault((kind, name), {}).setdefault(region, []).append(stored)
-            first += region.numel
+        first = value.offset
+        rank_part = self._part(name, tensor_rank)
+        for part_name, local_shape in parts_of(name, value.shape, rank_part.ranks, self._arguments).items():
+            shape, regions = regions_of(part_name, local_shape, rank_part, self._arguments)
+            tensor = LogicalTensor(part_name, shape, extent.dtype)
+            if self._tensors.setdefault((kind, part_name), tensor) != tensor or not value.is_contiguous:
+                raise UnreadableCheckpointError(
+                    "a tensor has different shapes or dtypes on different ranks",
+                    found=f"{shape} of {extent.dtype}",
+                    expected=str(self._tensors[kind, part_name]),
+                    where=f"{kind} {part_name}, {place.file}",
+                )
+            copies = self._copies.setdefault((kind, part_name), {})
+            for region in regions:
+                copies.setdefault(region, []).append(StoredSlice(Slice.whole((region,)), extent, first))
+                first += region.numel
 
     def _part(self, name: str, tensor_rank: int) -> TensorPart:
         """Return the rank's part; expert-tensor ranks, which share experts, vary fastest (parallel_state.py)."""
         ranks = self._layout.expert_tensor if is_of_experts(name) else self._layout.tensor
-        return TensorPart(tensor_rank % ranks, ranks, self._gated.get(name))
+        return TensorPart(tensor_rank % ranks, ranks, self._gated_in_towers.get(name))

@@ -28,8 +28,8 @@ class RankGrid:
         Generalized tensor parallelism adds a dimension (`_inject_gtp_remat_axis`, parallel_state.py, 0.19.2).
         """
         layout = self.layout
-        are_all = layout.tensor * layout.pipeline * layout.context * layout.data == layout.world
-        return are_all and layout.unknown.isdisjoint(("tensor", "pipeline", "context", "data", "world"))
+        has_no_others = layout.tensor * layout.pipeline * layout.context * layout.data == layout.world
+        return has_no_others and layout.unknown.isdisjoint(("tensor", "pipeline", "context", "data", "world"))
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
         """Return (tensor, context, data, pipeline) of a global rank."""
@@ -42,7 +42,7 @@ class RankGrid:
             pipeline, data = divmod(rest, layout.data)
         return tensor, context, data, pipeline
 
-    def experts(self, rank: int) -> frozenset[int]:
+    def possible_expert_ranks(self, rank: int) -> frozenset[int]:
         """Return the possible expert-parallel ranks of a global rank.
 
         Since core_v0.9 experts divide a stage's ranks regardless of context parallelism; before, data ranks only.
@@ -53,7 +53,7 @@ class RankGrid:
         )
 
     @cached_property
-    def firsts(self) -> Mapping[tuple[int, int, int], int]:
+    def first_ranks(self) -> Mapping[tuple[int, int, int], int]:
         """The first global rank at each place (tensor, pipeline, expert) that has one."""
         layout = self.layout
         first_ranks = dict[tuple[int, int, int], int]()

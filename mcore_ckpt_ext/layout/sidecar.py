@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
-from mcore_ckpt_ext.layout.additive_checksum import read, written
+from mcore_ckpt_ext.layout.additive_digest import format_digest, parse_digest
 from mcore_ckpt_ext.storage.budget import Budget, check_keys, whole_number
 from mcore_ckpt_ext.storage.json_text import parse_json
 
@@ -52,8 +52,8 @@ class RecordedGroup:
     buckets: tuple[RecordedBucket, ...]
 
 
-def orders_of(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
-    """Return digests of parameter orders (`Sidecar.order`), independent of data-parallel padding."""
+def order_digests(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
+    """Return a digest of each group's parameter order, which does not depend on data-parallel padding."""
     digests: dict[tuple[int, int], str] = {}
     for group in groups:
         places = [
@@ -93,7 +93,7 @@ class SaveRecord:
 class RecordedDigests:
     """Digests of the optimizer's state at the save, for masters stored as remainders.
 
-    They are those of `layout/additive_checksum.py`.
+    They are those of `layout/additive_digest.py`.
 
     Attributes:
         child: the number of the chained optimizer.
@@ -125,10 +125,6 @@ class Sidecar:
     saved: SaveRecord | None = None
     digests: tuple[RecordedDigests, ...] = ()
     index: str = ""
-
-    def order(self) -> dict[tuple[int, int], str]:
-        """Return a value per chained optimizer and group that identifies its buffers' parameter order."""
-        return orders_of(self.groups)
 
     def to_json(self) -> str:
         """Return the file's text."""
@@ -166,7 +162,7 @@ class Sidecar:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
 
 
-def with_index(text: str, digest: str) -> str:
+def add_index_digest(text: str, digest: str) -> str:
     """Add the digest of the checkpoint's index to the text of a sidecar."""
     return json.dumps({**json.loads(text), "index": digest}, separators=(",", ":")) + "\n"
 
@@ -198,7 +194,7 @@ def _save_record(data: Mapping[str, Any] | None) -> SaveRecord | None:
 
 def _digests(data: Mapping[str, Any]) -> RecordedDigests:
     parameters = {
-        str(name): {str(kind): written(read(digest)) for kind, digest in kinds.items()}
+        str(name): {str(kind): format_digest(parse_digest(digest)) for kind, digest in kinds.items()}
         for name, kinds in data["parameters"].items()
     }
     return RecordedDigests(whole_number(data["child"], "child"), whole_number(data["index"], "index"), parameters)

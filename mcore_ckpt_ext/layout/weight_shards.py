@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, counted, format_value
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.model_arguments import is_gated
 from mcore_ckpt_ext.model_space.names import is_first_linear
 from mcore_ckpt_ext.model_space.slices import Region
 
@@ -24,23 +25,20 @@ Grid = tuple[tuple[int, ...], ...]
 
 
 def weight_shards(arguments: JobArguments) -> int:
-    """Return the number of shards into which a job divides a tensor-parallel rank's dense weight.
-
-    Returns:
-        1 without division.
+    """Return the number of shards of a tensor-parallel rank's dense weight; 1 if it is not divided.
 
     Raises:
         UnreadableCheckpointError: the argument is not a valid number.
     """
-    return _number(arguments, WEIGHT_SHARDS[0])
+    return _weight_shards(arguments, WEIGHT_SHARDS[0])
 
 
 def expert_weight_shards(arguments: JobArguments) -> int:
     """Return the number of shards of an expert's weight; errors are those of `weight_shards`."""
-    return _number(arguments, WEIGHT_SHARDS[1])
+    return _weight_shards(arguments, WEIGHT_SHARDS[1])
 
 
-def _number(arguments: JobArguments, name: str) -> int:
+def _weight_shards(arguments: JobArguments, name: str) -> int:
     value = arguments.raw.get(name)
     number = 1 if value is None else value
     if type(number) is not int or not 0 < number <= _MOST_SHARDS:
@@ -59,8 +57,7 @@ def misplaces_gates(arguments: JobArguments) -> bool:
     shards: it stores the first half of every shard as rows of the gate, and the second half as rows of the up
     projection. A job with the same shards loads correctly; any other job confuses rows of the two.
     """
-    is_gated = arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit
-    return bool(is_gated) and weight_shards(arguments) > 1
+    return is_gated(arguments) and weight_shards(arguments) > 1
 
 
 def check_gates(written: JobArguments, running: JobArguments, where: str) -> None:
@@ -69,11 +66,11 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
     Raises:
         UnsupportedCheckpointError: Megatron itself loads the weights of this model wrongly.
     """
-    cuts = [(job.tensor_model_parallel_size or 1, weight_shards(job)) for job in (written, running)]
-    if cuts[0] == cuts[1] or not (misplaces_gates(written) or misplaces_gates(running)):
+    sizes = [(job.tensor_model_parallel_size or 1, weight_shards(job)) for job in (written, running)]
+    if sizes[0] == sizes[1] or not (misplaces_gates(written) or misplaces_gates(running)):
         return
     actual, expected = (
-        f"TP{tensor} and {counted(tensor * shards, 'weight shard')}" for tensor, shards in reversed(cuts)
+        f"TP{tensor} and {counted(tensor * shards, 'weight shard')}" for tensor, shards in reversed(sizes)
     )
     raise UnsupportedCheckpointError(
         "Megatron itself mixes up the rows of gated linears when the shards of generalized tensor parallelism change",
@@ -136,7 +133,7 @@ class ShardOfWeight:
         else:
             return None
         ends = (*rows[1:], shape[0])
-        return tuple(band(name, shape, 0, rows[index], ends[index]) for index in chosen)
+        return tuple(Region.band(name, shape, 0, rows[index], ends[index]) for index in chosen)
 
     def _crossed(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...]:
         rows, columns = grid
@@ -153,10 +150,3 @@ class ShardOfWeight:
         """
         first = self.tensor * self.shards + self.shard
         return [first, self.ranks * self.shards + first]
-
-
-def band(name: str, shape: tuple[int, ...], axis: int, first: int, last: int) -> Region:
-    """Return the region of a tensor from `first` to `last` along one axis, which covers the other axes."""
-    offsets = tuple(first if position == axis else 0 for position in range(len(shape)))
-    sizes = tuple(last - first if position == axis else size for position, size in enumerate(shape))
-    return Region(name, offsets, sizes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.model_arguments import is_gated
 
 
 class Part(Enum):
@@ -87,7 +88,6 @@ class ModelSizes:
         if is_hybrid(job):
             inner = (job.mamba_num_heads or 0) * (job.mamba_head_dim or 64) or 2 * hidden
         states = 2 * (job.mamba_num_groups or 8) * (job.mamba_state_dim or 128)
-        is_gated = job.swiglu or job.quick_geglu or job.gated_linear_unit
         feed_forward = job.ffn_hidden_size or 4 * hidden
         is_delta_net = job.experimental_attention_variant == "gated_delta_net"
         return cls(
@@ -102,7 +102,7 @@ class ModelSizes:
             is_latent=is_latent,
             rotates=is_latent or job.position_embedding_type in ("rope", "yarn", "mrope"),
             feed_forward=feed_forward,
-            gates=2 if is_gated else 1,
+            gates=2 if is_gated(job) else 1,
             experts=job.num_experts or 0,
             experts_per_token=job.moe_router_topk or 2,
             expert_feed_forward=job.moe_ffn_hidden_size or feed_forward,

@@ -198,8 +198,7 @@ def _tied_predictions(choice: Choice) -> str | None:
     if not job.mtp_num_layers or job.untie_embeddings_and_output_weights or layout.pipeline == 1:
         return None
     split = dict(choice.split.arguments) if choice.split else {}
-    last = (layout.pipeline - 1, layout.virtual_pipeline - 1)
-    if prediction_chunk(job.replace(**split), layout) != last:
+    if prediction_chunk(job.replace(**split), layout) != layout.last_chunk:
         return None
     return "with tied embeddings, Megatron neither saves nor loads multi-token prediction on the last of several stages"
 

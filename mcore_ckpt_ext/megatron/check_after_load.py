@@ -14,7 +14,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import gather, listed_of_all
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.layout.master_check import MasterCheck
 from mcore_ckpt_ext.megatron.live.master_check import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import any_keeps_remainders
@@ -59,7 +59,7 @@ class WriteDetector:
         return any(p._version != self._versions.get(id(p)) for p in _parameters(chunks))
 
 
-def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | None) -> bool:
+def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: MasterCheck | None) -> bool:
     """Stop the job if masters do not round to their weights, or log a warning. Collective.
 
     It costs less than 2 % of a load, as only some stretches of large parameters are compared (see `live_mismatches`).
@@ -123,7 +123,7 @@ def repair_shifted(session: LoadSession, chunks: Chunks, optimizer: Any, argumen
 
 
 def _comparisons(
-    chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
+    chunks: Chunks, optimizer: Any, loaded: bool, weaker: MasterCheck | None = None, every: int = 1
 ) -> list[_Comparison]:
     """Return the comparisons of all ranks; an error in one does not end a load that has succeeded."""
     mismatches: list[LiveMismatch] | None = None

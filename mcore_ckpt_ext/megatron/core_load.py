@@ -300,7 +300,7 @@ def _is_as_named(checkpoint: Checkpoint) -> bool:
         named = checkpoint.names(FP32_PARAM)
         some = named[:: max(1, len(named) // _SAMPLES)]
         return not state.shifted and masters_hold(
-            state, some, checkpoint.weights, checkpoint.transfer, checkpoint.proof.first_mismatch
+            state, some, checkpoint.weights, checkpoint.transfer, checkpoint.master_check.first_mismatch
         )
     return True
 

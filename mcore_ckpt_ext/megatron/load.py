@@ -21,7 +21,7 @@ from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
-from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.layout.master_check import MasterCheck
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.cyclic_sampler import keep_history
 from mcore_ckpt_ext.megatron.energon_states import provide_states
@@ -179,7 +179,7 @@ class _Load:
         if data is not None and data.is_remarkable and not self._summarized:
             announce(data.sentence)
 
-    def _dispatch(self) -> tuple[Any, Proof | None]:
+    def _dispatch(self) -> tuple[Any, MasterCheck | None]:
         """Load by the loop's own route.
 
         Returns:
@@ -280,7 +280,7 @@ class _Load:
         result, self._summary = loaded
         return result
 
-    def _resume(self) -> tuple[Any, Proof]:
+    def _resume(self) -> tuple[Any, MasterCheck]:
         """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""
         load = self._load
         rank = self._rank
@@ -294,7 +294,7 @@ class _Load:
         self._summarized = True
         parts = [str(rank.summary), grown, random_states, data, self._mathematics()]
         announce("; ".join(filter(None, parts)), each_time=True)
-        return rank.result, rank.proof(load.checkpoint)
+        return rank.result, rank.master_check(load.checkpoint)
 
     def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:
         """Load the scheduler, and let it set the learning rate and weight decay of every parameter group.

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.sidecar import orders_of
+from mcore_ckpt_ext.layout.sidecar import order_digests
 from mcore_ckpt_ext.megatron.decision_facts import RunningJob, decision_on, facts_of
 from mcore_ckpt_ext.megatron.live.compatibility import another_kind_of_optimizer, check_optimizer_was_saved
 from mcore_ckpt_ext.megatron.live.model import Chunks
@@ -117,12 +117,12 @@ def packs_otherwise(session: LoadSession, chunks: Callable[[], Chunks], optimize
     def recorded() -> Mapping[tuple[int, int], str] | None:
         # The sidecar's layout is not compared: its order is compared with the live one.
         sidecar = find_sidecar(session.index).sidecar if is_first_rank() else None
-        return None if sidecar is None else sidecar.order()
+        return None if sidecar is None else order_digests(sidecar.groups)
 
     def differs() -> bool:
         live_orders: dict[tuple[int, int], str] = {}
         # Stock Megatron may load kinds of optimizers that this package does not support.
-        attempt(lambda: live_orders.update(orders_of(recorded_groups(chunks(), optimizer))))
+        attempt(lambda: live_orders.update(order_digests(recorded_groups(chunks(), optimizer))))
         return any(recorded_orders.get(group, order) != order for group, order in live_orders.items())
 
     recorded_orders = agreed(_PHASE, recorded)[0] or {}

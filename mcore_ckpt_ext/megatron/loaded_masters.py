@@ -50,8 +50,8 @@ class MasterEvidence:
         evidence = cls()
         live = parameters_as_named(chunks)
         for shard in (shard for adapter in optimizer_adapters_of(optimizer) for shard in adapter.shards(live)):
-            proof = shard.adapter.proof(shard)
-            matches = None if proof is None else sample_matches(shard, shard.adapter.master(shard), proof)
+            master_check = shard.adapter.master_check(shard)
+            matches = None if master_check is None else sample_matches(shard, shard.adapter.master(shard), master_check)
             if matches is not None:
                 (evidence.matching if matches else evidence.differing).append(shard.name)
         return evidence

@@ -25,6 +25,16 @@ class Region:
         """Return the region that covers a tensor of `shape`."""
         return cls(name, (0,) * len(shape), tuple(shape))
 
+    @classmethod
+    def band(cls, name: str, shape: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
+        """Return the region from `start` to `stop` along one axis of a tensor of `shape`."""
+        offsets = (0,) * len(shape)
+        return cls(
+            name,
+            (*offsets[:axis], start, *offsets[axis + 1 :]),
+            (*shape[:axis], stop - start, *shape[axis + 1 :]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:

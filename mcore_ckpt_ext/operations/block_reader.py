@@ -13,9 +13,9 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.reading import cached
-from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
-from mcore_ckpt_ext.planning.write_plan import Block, Quantized, Record, WriteItem
+from mcore_ckpt_ext.planning.write_plan import Block, QuantizedOutput, Record, WriteItem
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.crc32 import Piece
 from mcore_ckpt_ext.storage.scaled import block_scales, encode
@@ -27,7 +27,7 @@ class BlockReader:
 
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
-        self._proof = checkpoint.proof
+        self._master_check = checkpoint.master_check
         self._derives_weights = checkpoint.weights_derived_from_masters
         self._source = cached(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
@@ -59,11 +59,11 @@ class BlockReader:
         """
         for placed in record.content if record.quantized is None else record.quantized.content:
             target = placed.wanted
-            if placed.arranged is not None:
+            if placed.order is not None:
                 target = replace(target, slice=Slice.whole(target.slice.regions))
             for plan in plans_of(target, self._source, self._accept_lost):
-                for copy in plan.copies:
-                    self._transfer.locate(copy.extent)
+                for read in plan.reads:
+                    self._transfer.locate(read.extent)
 
     def finish(self, workers: int) -> None:
         """Compare the checksums of records of which only parts were read.
@@ -75,7 +75,7 @@ class BlockReader:
             for compared in [pool.submit(verify) for verify in self._checksums.rest()]:
                 compared.result()
 
-    def _fill_quantized(self, matrix: Quantized, block: Block, elements: torch.Tensor) -> None:
+    def _fill_quantized(self, matrix: QuantizedOutput, block: Block, elements: torch.Tensor) -> None:
         """Read the bands of a matrix that a block needs, one after the other, and quantize each."""
         unit = matrix.unit
         for band in range(block.start // unit, -(-block.stop // unit)):
@@ -90,11 +90,11 @@ class BlockReader:
 
     def _fill_content(self, record: Record | None, block: Block, elements: torch.Tensor) -> list[Piece]:
         rooms = [(placed, elements[placed.start : placed.stop]) for placed in block.content]
-        pieces = self._read([(placed.wanted, room) for placed, room in rooms if placed.arranged is None])
+        pieces = self._read([(placed.wanted, room) for placed, room in rooms if placed.order is None])
         for placed, room in rooms:
-            self._read_arranged(placed, room)
+            self._read_in_order(placed, room)
             if record is not None and record.dtype == "float16":
-                _check_fits_float16(placed, room, self._read_placed if placed.arranged is None else self._read_arranged)
+                _check_fits_float16(placed, room, self._read_placed if placed.order is None else self._read_in_order)
         begins = {id(room): placed.start * room.element_size() for placed, room in rooms}
         return [(begins[id(room)] + start, begins[id(room)] + stop, crc) for room, (start, stop, crc) in pieces]
 
@@ -127,17 +127,17 @@ class BlockReader:
                 room.copy_(values)
         return [(parts[target][1], piece) for target, piece in pieces if exact[target] is parts[target][1]]
 
-    def _read_arranged(self, placed: WriteItem, room: torch.Tensor) -> None:
+    def _read_in_order(self, placed: WriteItem, room: torch.Tensor) -> None:
         """Read the rows or columns that hold a part of a matrix, and arrange its elements as in the record."""
-        if placed.arranged is None:
+        if placed.order is None:
             return
-        reading = placed.arranged.reading(placed.wanted.slice)
+        reading = placed.order.reading(placed.wanted.slice)
         matrix = Slice.whole(reading.regions)
-        shift = placed.arranged.shift
+        shift = placed.order.shift
         elements = torch.empty(matrix.numel, dtype=torch.float32 if shift else room.dtype)
         self._read([(replace(placed.wanted, slice=matrix), elements)])
         elements += shift
-        ordered = elements.view(reading.shape).permute(reading.order).reshape(-1)
+        ordered = elements.view(reading.shape).permute(reading.axes).reshape(-1)
         room.copy_(ordered[reading.before : reading.before + room.numel()])
 
     def _prove(self, target: TargetSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
@@ -150,7 +150,7 @@ class BlockReader:
             if fill.target == index:
                 # These masters are not stored: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
-        proof_at_stored_scales(self._source, target.tensors, self._proof, self._transfer).check(
+        check_at_stored_scales(self._source, target.tensors, self._master_check, self._transfer).verify(
             masters,
             weights,
             lambda position: f"element {position} of a part of {target.slice.regions[0].name}",

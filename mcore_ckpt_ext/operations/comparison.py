@@ -43,7 +43,7 @@ from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_name
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
 from mcore_ckpt_ext.operations.workers import Workers, map_shares
-from mcore_ckpt_ext.planning.array_location import TransposeCodec
+from mcore_ckpt_ext.planning.array_location import ReorderedMatrix
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 _Where = str | os.PathLike[str]
@@ -269,7 +269,7 @@ class _Side:
         """Return the number of weights that are stored plus 1; in a coarse dtype they were rounded."""
         extents = ([stored.extent for stored in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
         return sum(
-            any(isinstance(extent, TransposeCodec) and extent.shift for extent in extents_of_weight)
+            any(isinstance(extent, ReorderedMatrix) and extent.shift for extent in extents_of_weight)
             for extents_of_weight in extents
         )
 

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
@@ -125,7 +125,7 @@ class ContentCheck:
             for kind, tensor in held.items()
             if self._digest_tensors
         }
-        proof = proof_at_stored_scales(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
+        master_check = check_at_stored_scales(self._checkpoint, [name], self._checkpoint.master_check, self._transfer)
         for target in blocks((region,)):
             values = {kind: self._read(kind, target) for kind in held}
             for kind, block in values.items():
@@ -138,7 +138,7 @@ class ContentCheck:
                 if self._checkpoint.masters_are_derived(name):
                     report.joined += target.numel
                     continue
-                if (mismatch := proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
+                if (mismatch := master_check.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
                     tally = tallies[FP32_PARAM]
                     tally.wrong += mismatch.count
                     report.wrong += mismatch.count
@@ -252,7 +252,7 @@ def _compared(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) ->
     if not compared and not joined:
         yield Check(MASTERS, "no master was compared with its weight", done=False)
     if compared:
-        how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
+        how = "" if checkpoint.master_check is BY_ROUNDING else f", {checkpoint.master_check.relation}"
         equal = counted(compared, "master equal to its weight", "masters equal to their weights")
         among = f"{compared - wrong:,} of " if wrong else ""
         yield Check(MASTERS, f"{among}{equal}{how}")

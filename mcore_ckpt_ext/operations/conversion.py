@@ -221,7 +221,7 @@ def convert(
         notes=notes,
         lost=lost,
         account=account,
-        how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
+        how=checkpoint.master_check.relation if checkpoint.master_check.is_approximate else "round to their weights",
     )
 
 
@@ -249,7 +249,7 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
     """
     if checkpoint.merged_from:
         return False
-    is_reordered = any(placed.arranged is not None for record in output.records for placed in record.content)
+    is_reordered = any(placed.order is not None for record in output.records for placed in record.content)
     is_reordered = is_reordered or any(record.quantized is not None for record in output.records)
     return is_reordered or checkpoint.format_reader.is_model_folder
 

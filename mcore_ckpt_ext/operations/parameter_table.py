@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import Cut, whole_cut
+from mcore_ckpt_ext.layout.local_parameters import Cut, newest_cut
 from mcore_ckpt_ext.layout.parallel import has_varying_layers
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, number_of
@@ -66,7 +66,7 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
                 shape,
                 width,
                 _place(name, block, prefix, job),
-                whole_cut(name, tensor.shape, job),
+                newest_cut(name, tensor.shape, job),
                 parse(name).expert,
                 rows_of_tokens,
                 in_memory,

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.planning.array_location import TransposeCodec
+from mcore_ckpt_ext.planning.array_location import ReorderedMatrix
 from mcore_ckpt_ext.planning.plan import Source, StoredSlice, slices_in
 from mcore_ckpt_ext.planning.source_view import SourceView
 
@@ -40,7 +40,7 @@ def strip_shifts(source: Source) -> SourceView:
 def _unshift(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
     return [
         stored._replace(extent=replace(stored.extent, shift=0.0))
-        if isinstance(stored.extent, TransposeCodec)
+        if isinstance(stored.extent, ReorderedMatrix)
         else stored
         for stored in slices
     ]

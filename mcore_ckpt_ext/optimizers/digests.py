@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from mcore_ckpt_ext.errors import ProofError, join_some
-from mcore_ckpt_ext.layout.additive_checksum import added, digest_of, written
-from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement, mismatch_reason
-from mcore_ckpt_ext.layout.packing_candidates import Proposal
+from mcore_ckpt_ext.layout.additive_digest import digest_tensor, format_digest, join_digests
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement, fit_problem
+from mcore_ckpt_ext.layout.packing_proposals import Proposal
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice, numel_of
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
@@ -64,12 +64,12 @@ def are_of_another_save(
     for (child, index), group in buffers.groups.items():
         of_group = recorded.get((child, index), {})
         packings = [packing for proposal in proposals if (packing := proposal.packing_of(group)) is not None]
-        for placed in (_smallest(group, packing) for packing in packings if mismatch_reason(packing, group) is None):
+        for placed in (_smallest(group, packing) for packing in packings if fit_problem(packing, group) is None):
             for item in placed:
                 digest = of_group.get(item[2].name, {}).get(PARAM_REMAINDER)
                 actual = None if digest is None else _stored(buffers, item, PARAM_REMAINDER)
                 zeros = torch.zeros(numel_of(item[2].regions), dtype=torch.int16)
-                if actual is None or actual == written(digest_of(zeros)):
+                if actual is None or actual == format_digest(digest_tensor(zeros)):
                     continue
                 if actual == digest:
                     return False
@@ -134,5 +134,5 @@ def _stored(buffers: Buffers, placed: PlacedParameter, kind: str) -> str | None:
     for begin in range(0, numel, _BLOCK):
         stop = min(begin + _BLOCK, numel)
         block = Slice(whole, placement.start + begin, placement.start + stop)
-        parts.append(digest_of(read_slice(array, buffers.transfer, kind, block), begin))
-    return written(added(*parts))
+        parts.append(digest_tensor(read_slice(array, buffers.transfer, kind, block), begin))
+    return format_digest(join_digests(*parts))

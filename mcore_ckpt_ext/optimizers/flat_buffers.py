@@ -16,9 +16,14 @@ from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOW
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
-from mcore_ckpt_ext.layout.packing_candidates import Proposal
-from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking, propose, recover, recover_unproven
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck
+from mcore_ckpt_ext.layout.packing_proposals import Proposal
+from mcore_ckpt_ext.layout.packing_recovery import (
+    RecoveredPacking,
+    propose_packing,
+    recover_packing,
+    recover_unverified_packing,
+)
 from mcore_ckpt_ext.layout.packing_search import irregularity
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.lazy_torch import torch
@@ -28,7 +33,7 @@ from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts
 from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -43,10 +48,10 @@ class FlatBuffers(OptimizerState):
         proposals: Callable[[], Sequence[Proposal]],
         weights: Source,
         transfer: Transfer,
-        proof: Proof = BY_ROUNDING,
+        master_check: MasterCheck = BY_ROUNDING,
         sidecar: Sidecar | None = None,
     ) -> None:
-        self._proof = proof
+        self._master_check = master_check
         self.models = models
         self.transfer = transfer
         self._sidecar = sidecar
@@ -162,7 +167,7 @@ class FlatBuffers(OptimizerState):
     def proposed_packings(self) -> dict[GroupKey, RecoveredPacking | None]:
         """Return each group's first candidate that fits sizes and chunk borders, without reading content."""
         proposals = self._proposals()
-        return {key: propose(group, proposals) for key, group in self.groups.items()}
+        return {key: propose_packing(group, proposals) for key, group in self.groups.items()}
 
     def packing_of(self, group: OptimizerGroup) -> RecoveredPacking:
         """Return the packing of one group, recovered on first use.
@@ -198,12 +203,12 @@ class FlatBuffers(OptimizerState):
                 contradiction = partial(contradicts, self, group)
                 stale = self._staleness
                 proposals = [proposal for proposal in self._proposals() if not (stale and proposal.is_recorded)]
-                recovered = recover_unproven(
+                recovered = recover_unverified_packing(
                     group, self.models, proposals, contradiction, is_recorded=key in self.digests
                 )
                 self._recovered[key] = replace(recovered, sidecar_problem=stale)
             else:
-                self._recovered[key] = recover(group, self.models, self._proposals(), self)
+                self._recovered[key] = recover_packing(group, self.models, self._proposals(), self)
         return self._recovered[key]
 
     def order_sources(self) -> list[str]:
@@ -238,9 +243,9 @@ class FlatBuffers(OptimizerState):
         }
         return list(names)
 
-    def proof(self, names: Iterable[str]) -> Proof:
+    def master_check(self, names: Iterable[str]) -> MasterCheck:
         """Return the master check for the masters of parameters."""
-        return proof_at_stored_scales(self._weights, names, self._proof, self.transfer)
+        return check_at_stored_scales(self._weights, names, self._master_check, self.transfer)
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """Return `count` fp32 masters from element `start` of a bucket."""
@@ -323,7 +328,7 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
         models: the parameters that may be in them.
     """
     proposals = partial(holder.proposals, rules, models)
-    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)
+    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.master_check, holder.sidecar)
 
 
 def _slices_of_part(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:

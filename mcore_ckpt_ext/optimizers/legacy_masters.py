@@ -103,6 +103,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         return ["the order of the stored masters"]
 
     def _add_rank(self, rank: RankOptimizers) -> None:
+        self.recognize_gates(rank.parameters)
         queues = [queue for optimizer in rank.optimizers for queue in _queues(optimizer, rank.place.file)]
         items = [item for queue in queues for item in queue.items]
         if not any(items):

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import Capability
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.packing_candidates import Proposal
+from mcore_ckpt_ext.layout.packing_proposals import Proposal
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.optimizers.state import OptimizerState

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from mcore_ckpt_ext.layout.master_check import Proof, smallest_step
+from mcore_ckpt_ext.layout.master_check import MasterCheck, smallest_step
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import Transfer
@@ -24,19 +24,21 @@ class ProvableSource(Protocol):
         """Reads the checkpoint's files."""
 
     @property
-    def proof(self) -> Proof:
+    def master_check(self) -> MasterCheck:
         """The master check for the masters that the checkpoint stores."""
 
 
-def proof_at_stored_scales(weights: Source, names: Iterable[str], proof: Proof, transfer: Transfer) -> Proof:
+def check_at_stored_scales(
+    weights: Source, names: Iterable[str], master_check: MasterCheck, transfer: Transfer
+) -> MasterCheck:
     """Return the check for masters of parameters, adjusted to their weights' stored scales, if any.
 
     Raises:
         UnreadableCheckpointError: a file is damaged.
     """
-    if proof.quantized is None:
-        return proof
+    if master_check.quantized is None:
+        return master_check
     payloads = [transfer.locate(stored.extent) for name in names for stored in weights.stored(WEIGHT, name)]
     scaled = [(payload.dtype.torch, payload.scaled[0]) for payload in payloads if payload.scaled is not None]
     steps = [smallest_step(dtype, scale) for dtype, scale in scaled]
-    return proof.proof_at_step(max(steps, default=0.0))
+    return master_check.with_step(max(steps, default=0.0))

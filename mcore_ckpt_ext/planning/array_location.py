@@ -66,7 +66,7 @@ class _Matrix(ABC):
 
     @property
     @abstractmethod
-    def stored(self) -> PlainExtent | ScaleCodec:
+    def stored(self) -> PlainExtent | QuantizedMatrix:
         """The array with its numbers."""
 
     @property
@@ -91,7 +91,7 @@ class _Matrix(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleCodec(_Matrix):
+class QuantizedMatrix(_Matrix):
     """A quantized matrix; its elements are the numbers that the codes represent.
 
     Attributes:
@@ -122,7 +122,7 @@ class ScaleCodec(_Matrix):
 
 
 @dataclass(frozen=True, slots=True)
-class TransposeCodec(_Matrix):
+class ReorderedMatrix(_Matrix):
     """A matrix whose elements, counted row by row, have another order in the array that stores it.
 
     Attributes:
@@ -135,7 +135,7 @@ class TransposeCodec(_Matrix):
         shift: the difference of the matrix's values from those of the array; the sum is rounded once.
     """
 
-    array: PlainExtent | ScaleCodec
+    array: PlainExtent | QuantizedMatrix
     first: int
     rows: int
     columns: int
@@ -145,7 +145,7 @@ class TransposeCodec(_Matrix):
 
     @property
     @override
-    def stored(self) -> PlainExtent | ScaleCodec:
+    def stored(self) -> PlainExtent | QuantizedMatrix:
         return self.array
 
     @property
@@ -154,4 +154,4 @@ class TransposeCodec(_Matrix):
         return self.array.dtype
 
 
-Extent = PlainExtent | ScaleCodec | TransposeCodec
+Extent = PlainExtent | QuantizedMatrix | ReorderedMatrix

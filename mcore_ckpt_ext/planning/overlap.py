@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Integers: TypeAlias = "NDArray[numpy.int64]"
+Intervals: TypeAlias = "tuple[Integers, Integers, Integers]"
+"""The first element of each interval in the flattening, its position in the piece's owner, and its length."""
 # An entry of `Runs.rows`: source, target, length, count, source stride, target stride.
 Run = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `[start, stop)` of a flattened region; element `start` is element `base` of its owner.
+    """Elements `[start, stop)` of a region's row-major flattening, at element `base` of their owner.
 
-    Flattening is row-major.
+    The owner is the stored array that contains the piece, or the destination.
     """
 
     region: Region
@@ -95,9 +97,7 @@ def split_runs(runs: Iterable[Run], limit: int) -> Iterator[Run]:
             yield first, place, width, rows, source_stride, target_stride
 
 
-def contiguous_runs(
-    shape: tuple[int, ...], piece: Piece, window: tuple[int, int] | None = None
-) -> tuple[Integers, Integers, Integers]:
+def contiguous_runs(shape: tuple[int, ...], piece: Piece, window: tuple[int, int] | None = None) -> Intervals:
     """Return the maximal contiguous runs of a piece in the flattening of a tensor of `shape`.
 
     Args:
@@ -106,7 +106,7 @@ def contiguous_runs(
         window: a half-open interval of the flattening; runs outside it may be omitted.
 
     Returns:
-        (first element in the flattening, position in the piece's owner, length), each ascending by row of the region.
+        The runs, ascending by row of the region.
     """
     region = piece.region
     axis = _innermost_cut_axis(shape, region.sizes)
@@ -129,10 +129,7 @@ def contiguous_runs(
 
 
 def _innermost_cut_axis(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """Return the innermost axis that the region does not cover entirely.
-
-    The axes after it are contiguous.
-    """
+    """Return the innermost axis that the region does not cover; the axes after it are contiguous."""
     axis = len(shape) - 1
     while axis > 0 and sizes[axis] == shape[axis]:
         axis -= 1
@@ -270,14 +267,12 @@ def _overlap_of_intervals(
     return Overlap(served, list(zip(begins, ends, strict=True)), [begin - first + target.base for begin in begins])
 
 
-def _sorted_runs(runs: tuple[Integers, Integers, Integers]) -> tuple[Integers, Integers, Integers]:
+def _sorted_runs(runs: Intervals) -> Intervals:
     order = numpy.argsort(runs[0], kind="stable")
     return runs[0][order], runs[1][order], runs[2][order]
 
 
-def _intersect(
-    want: tuple[Integers, Integers, Integers], have: tuple[Integers, Integers, Integers]
-) -> tuple[Integers, Integers, Integers, Integers]:
+def _intersect(want: Intervals, have: Intervals) -> tuple[Integers, Integers, Integers, Integers]:
     """Intersect two sorted, disjoint lists: (first, position in have, position in want, length)."""
     want_start, want_at, want_length = want
     have_start, have_at, have_length = have
@@ -293,7 +288,7 @@ def _intersect(
 
 def _subtract(
     starts: Integers, positions: Integers, lengths: Integers, cut_start: Integers, cut_length: Integers
-) -> tuple[Integers, Integers, Integers]:
+) -> Intervals:
     """Remove sorted, disjoint intervals, each inside one run, from the runs that are still requested."""
     owner = numpy.searchsorted(starts, cut_start, side="right") - 1
     begins = numpy.concatenate([starts, cut_start + cut_length])

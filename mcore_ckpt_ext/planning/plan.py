@@ -171,7 +171,7 @@ class OneCopy:
         return self._tensor
 
 
-class Copy(NamedTuple):
+class PlannedRead(NamedTuple):
     """Runs from one stored array to the destination with index `target`."""
 
     extent: Extent
@@ -189,47 +189,47 @@ class ZeroFill(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Copies sorted by file and offset, and zero fills; counts are exact."""
+    """Reads sorted by file and offset, and zero fills; counts are exact."""
 
     wanted: Sequence[TargetSlice]
-    copies: list[Copy]
+    reads: list[PlannedRead]
     fills: list[ZeroFill] = field(default_factory=list)
 
     @property
     def bytes_read(self) -> int:
         """Payload bytes that executing the plan reads."""
-        return sum(copy.runs.numel * ITEM_SIZE[copy.extent.dtype] for copy in self.copies)
+        return sum(read.runs.numel * ITEM_SIZE[read.extent.dtype] for read in self.reads)
 
     def part_of_kind(self, kind: str) -> Plan:
         """Return the part of the plan for destinations of one kind, with unchanged target indices."""
         chosen = {index for index, target in enumerate(self.wanted) if target.kind == kind}
         return Plan(
             self.wanted,
-            [copy for copy in self.copies if copy.target in chosen],
+            [read for read in self.reads if read.target in chosen],
             [fill for fill in self.fills if fill.target in chosen],
         )
 
 
 def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
     """Return a source's derivation of a tensor; None if the tensor is stored."""
-    return source.derivation(kind, name) if _is_deriving(source) else None
+    return source.derivation(kind, name) if _is_derived(source) else None
 
 
 # Cached for each class, because Python's check of a protocol inspects all members of the class every time.
-_offers: Callable[[Any, Any], bool] = cache(issubclass)
+_implements: Callable[[Any, Any], bool] = cache(issubclass)
 
 
-def _is_deriving(source: object) -> TypeGuard[DerivedSource]:
-    return _offers(type(source), DerivedSource)
+def _is_derived(source: object) -> TypeGuard[DerivedSource]:
+    return _implements(type(source), DerivedSource)
 
 
-def _is_selecting(source: object) -> TypeGuard[IndexedSource]:
-    return _offers(type(source), IndexedSource)
+def _is_indexed(source: object) -> TypeGuard[IndexedSource]:
+    return _implements(type(source), IndexedSource)
 
 
 def slices_in(source: Source, kind: str, region: Region) -> Sequence[StoredSlice]:
     """Return slices of a source that include those with elements of a region."""
-    return source.stored_in(kind, region) if _is_selecting(source) else source.stored(kind, region.name)
+    return source.stored_in(kind, region) if _is_indexed(source) else source.stored(kind, region.name)
 
 
 def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
@@ -256,76 +256,79 @@ def make_plan(wanted: Sequence[TargetSlice], source: Source, accept_lost: bool =
     Raises:
         ModelMismatchError: the source lacks a tensor or a part of it, or has it in another shape.
     """
-    copies: list[Copy] = []
-    fills: list[ZeroFill] = []
-    overlaps = Overlaps()
-    for index, want in enumerate(wanted):
-        for region, start, stop, begin in want.slice.pieces():
-            target = Piece(region, start, stop, begin)
-            tensor = _checked_tensor(want, region.name, source)
-            if derivation_of(source, want.kind, region.name) is not None:
-                raise UnsupportedCheckpointError(
-                    "internal error: no stored bytes for a derived tensor",
-                    where=f"{want.kind} {region.name}",
-                    hint="this is a bug in this package: please report it",
-                )
-            _plan_piece(index, want, target, tensor, source, accept_lost, overlaps, copies, fills)
-    copies.sort(key=lambda copy: (copy.extent.file, copy.extent.offset))
-    return Plan(wanted, copies, fills)
+    planner = _Planner(source, accept_lost)
+    for index, target in enumerate(wanted):
+        planner.add(index, target)
+    planner.reads.sort(key=lambda read: (read.extent.file, read.extent.offset))
+    return Plan(wanted, planner.reads, planner.fills)
 
 
-def _plan_piece(
-    index: int,
-    want: TargetSlice,
-    target: Piece,
-    tensor: LogicalTensor,
-    source: Source,
-    accept_lost: bool,
-    overlaps: Overlaps,
-    copies: list[Copy],
-    fills: list[ZeroFill],
-) -> None:
-    name = target.region.name
-    extents: list[Extent] = []
-    pieces: list[Piece] = []
-    for stored in slices_in(source, want.kind, target.region):
-        for region, start, stop, begin in stored.slice.pieces():
-            if region.name == name:
-                extents.append(stored.extent)
-                pieces.append(Piece(region, start, stop, stored.first + begin))
-    coverage = overlaps.of(want.tensors[name].shape, target, pieces)
-    copies.extend(Copy(extents[at], index, runs) for at, runs in coverage.runs)
-    held = prod(tensor.shape)
-    for (low, high), at in zip(coverage.missing, coverage.missing_at, strict=True):
-        if not (accept_lost or (want.may_pad and low >= held)):
-            raise ModelMismatchError(
-                "the checkpoint does not contain every element of a tensor",
-                found=f"nothing for elements {low} to {high}",
-                expected=f"{want.tensors[name].shape} elements of {tensor.dtype}",
-                where=f"{want.kind} {name}",
-                hint="the checkpoint is incomplete: resume from another iteration",
+class _Planner:
+    """Collects the reads and fills of slices, one after the other."""
+
+    def __init__(self, source: Source, accept_lost: bool) -> None:
+        self.reads: list[PlannedRead] = []
+        self.fills: list[ZeroFill] = []
+        self._source = source
+        self._accept_lost = accept_lost
+        self._overlaps = Overlaps()
+
+    def add(self, index: int, target: TargetSlice) -> None:
+        """Plan the reads of the slice with that index."""
+        for region, start, stop, begin in target.slice.pieces():
+            self._add_piece(index, target, Piece(region, start, stop, begin))
+
+    def _add_piece(self, index: int, target: TargetSlice, piece: Piece) -> None:
+        name = piece.region.name
+        stored_tensor = _checked_tensor(target, name, self._source)
+        if derivation_of(self._source, target.kind, name) is not None:
+            raise UnsupportedCheckpointError(
+                "internal error: no stored bytes for a derived tensor",
+                where=f"{target.kind} {name}",
+                hint="this is a bug in this package: please report it",
             )
-        fills.append(ZeroFill(index, at, at + high - low))
+        extents: list[Extent] = []
+        stored_pieces: list[Piece] = []
+        for stored in slices_in(self._source, target.kind, piece.region):
+            for region, start, stop, begin in stored.slice.pieces():
+                if region.name == name:
+                    extents.append(stored.extent)
+                    stored_pieces.append(Piece(region, start, stop, stored.first + begin))
+        shape = target.tensors[name].shape
+        coverage = self._overlaps.of(shape, piece, stored_pieces)
+        self.reads += [PlannedRead(extents[source], index, runs) for source, runs in coverage.runs]
+        stored_numel = prod(stored_tensor.shape)
+        for (first, end), position in zip(coverage.missing, coverage.missing_at, strict=True):
+            is_padding = target.may_pad and first >= stored_numel
+            if not (self._accept_lost or is_padding):
+                raise ModelMismatchError(
+                    "the checkpoint does not contain every element of a tensor",
+                    found=f"nothing for elements {first} to {end}",
+                    expected=f"{shape} elements of {stored_tensor.dtype}",
+                    where=f"{target.kind} {name}",
+                    hint="the checkpoint is incomplete: resume from another iteration",
+                )
+            self.fills.append(ZeroFill(index, position, position + end - first))
 
 
-def _checked_tensor(want: TargetSlice, name: str, source: Source) -> LogicalTensor:
+def _checked_tensor(target: TargetSlice, name: str, source: Source) -> LogicalTensor:
     """Return the source's tensor, after a check that the target can have its shape."""
-    live = want.tensors[name]
-    tensor = source.logical_tensor(want.kind, name)
+    expected = target.tensors[name]
+    tensor = source.logical_tensor(target.kind, name)
     if tensor is None:
         raise ModelMismatchError(
             "the model has a parameter that the checkpoint lacks",
-            expected=f"a tensor of shape {live.shape}",
-            where=f"{want.kind} {name}",
+            expected=f"a tensor of shape {expected.shape}",
+            where=f"{target.kind} {name}",
             hint=SAME_MODEL,
         )
-    same = tensor.shape == live.shape
-    if not same and not (want.may_pad and len(live.shape) > 0 and tensor.shape[1:] == live.shape[1:]):
+    differs_in_padding = target.may_pad and len(expected.shape) > 0 and tensor.shape[1:] == expected.shape[1:]
+    if tensor.shape != expected.shape and not differs_in_padding:
         raise ModelMismatchError(
             "a parameter has different shapes in the model and the checkpoint",
             found=f"{tensor.shape} in the checkpoint",
-            expected=f"{live.shape}",
-            where=f"{want.kind} {name}",
+            expected=f"{expected.shape}",
+            where=f"{target.kind} {name}",
             hint=SAME_MODEL,
         )
     return tensor

@@ -63,7 +63,7 @@ class Message:
         return (self.ranks[(first + place - (step >> 1)) % number] if place else None), others
 
 
-def united(starts: Integers, stops: Integers) -> Integers:
+def merge_spans(starts: Integers, stops: Integers) -> Integers:
     """Merge overlapping intervals into ascending, disjoint ones, `[n, 2]`.
 
     Adjacent intervals are not merged.
@@ -75,7 +75,7 @@ def united(starts: Integers, stops: Integers) -> Integers:
     return numpy.stack([starts[heads], reach[numpy.concatenate([heads[1:], [len(starts)]]) - 1]], axis=1)
 
 
-def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
+def plan_messages(wants: Sequence[Spans], rank: int) -> list[Message]:
     """Return the messages that a rank sends or receives, in the order common to all ranks.
 
     Args:
@@ -86,7 +86,7 @@ def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
     last: dict[Ranks, Message] = {}
     numbers: dict[Ranks, int] = {}
     for file in sorted(wants[rank]):
-        for start, stop, ranks in _shared(file, wants, rank):
+        for start, stop, ranks in _shared_intervals(file, wants, rank):
             for first in range(start, stop, MESSAGE_BYTES):
                 length = min(stop - first, MESSAGE_BYTES)
                 message = last.get(ranks)
@@ -99,25 +99,26 @@ def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
     return messages
 
 
-def _shared(file: str, wants: Sequence[Spans], rank: int) -> Iterator[tuple[int, int, Ranks]]:
+def _shared_intervals(file: str, wants: Sequence[Spans], rank: int) -> Iterator[tuple[int, int, Ranks]]:
     """Yield intervals of a file that this and other ranks request: first byte, end byte, their ranks.
 
     The end byte is one past the last.
     """
-    alike: dict[int, list[int]] = {}
+    ranks_by_spans: dict[int, list[int]] = {}
     for number, spans in enumerate(wants):
         if file in spans:
-            alike.setdefault(id(spans), []).append(number)
-    groups = [(ranks, wants[ranks[0]][file]) for ranks in alike.values()]
+            ranks_by_spans.setdefault(id(spans), []).append(number)
+    groups = [(ranks, wants[ranks[0]][file]) for ranks in ranks_by_spans.values()]
     edges = numpy.unique(numpy.concatenate([spans.ravel() for _, spans in groups]))
-    who: list[list[int]] = [[] for _ in edges]
-    places = set(_covered(edges, wants[rank][file]))
-    for ranks, of_them in groups:
-        for place in places.intersection(_covered(edges, of_them)):
-            who[place] += ranks
-    for place in sorted(places):
-        if len(who[place]) > 1:
-            yield int(edges[place]), int(edges[place + 1]), tuple(sorted(who[place]))
+    # Interval number i is the one between edges i and i + 1.
+    ranks_of: list[list[int]] = [[] for _ in edges]
+    own_intervals = set(_covered(edges, wants[rank][file]))
+    for ranks, spans_of_ranks in groups:
+        for interval in own_intervals.intersection(_covered(edges, spans_of_ranks)):
+            ranks_of[interval] += ranks
+    for interval in sorted(own_intervals):
+        if len(ranks_of[interval]) > 1:
+            yield int(edges[interval]), int(edges[interval + 1]), tuple(sorted(ranks_of[interval]))
 
 
 def _covered(edges: Integers, spans: Integers) -> Iterator[int]:

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 
 
 @dataclass(frozen=True, slots=True)
-class WriteLayout:
+class MatrixOrder:
     """The order of a matrix of `rows` rows in a record, if it is not row by row.
 
     Attributes:
@@ -31,7 +31,7 @@ class WriteLayout:
     interleaved: int
     shift: float = 0.0
 
-    def reading(self, part: Slice) -> Reading:
+    def reading(self, part: Slice) -> ReorderedRead:
         """Return the regions to read for a part of the record."""
         height = self.rows // self.interleaved
         turns = self.interleaved
@@ -42,7 +42,9 @@ class WriteLayout:
                 replace(region, offsets=(region.offsets[0], left), sizes=(region.sizes[0], right - left))
                 for region in part.regions
             ]
-            return Reading(tuple(regions), (turns, height, right - left), (2, 1, 0), part.start - left * self.rows)
+            return ReorderedRead(
+                tuple(regions), (turns, height, right - left), (2, 1, 0), part.start - left * self.rows
+            )
         (whole,) = part.regions
         columns = prod(whole.sizes[1:])
         top = part.start // (turns * columns)
@@ -56,19 +58,19 @@ class WriteLayout:
             for turn in range(turns)
         ]
         before = part.start - top * turns * columns
-        return Reading(tuple(regions), (turns, bottom - top, columns), (1, 0, 2), before)
+        return ReorderedRead(tuple(regions), (turns, bottom - top, columns), (1, 0, 2), before)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Regions to read, and how to reorder them: their elements in `shape`, with axes permuted to `order`.
+class ReorderedRead:
+    """Regions to read, and how to reorder them: their elements in `shape`, permuted to `axes`.
 
     `before`: the number of elements that precede the requested ones after reordering.
     """
 
     regions: tuple[Region, ...]
     shape: tuple[int, int, int]
-    order: tuple[int, int, int]
+    axes: tuple[int, int, int]
     before: int
 
 
@@ -76,13 +78,13 @@ class Reading:
 class WriteItem:
     """A requested slice whose first element is element `start` of its record.
 
-    `arranged`: set if the slice's regions are whole rows of one matrix in another order; the slice's `start` and `stop`
-    then count in the record's order.
+    `order`: if it is set, the slice's regions are whole rows of one matrix in another order, and the slice's
+    `start` and `stop` count in the record's order.
     """
 
     start: int
     wanted: TargetSlice
-    arranged: WriteLayout | None = None
+    order: MatrixOrder | None = None
 
     @property
     def stop(self) -> int:
@@ -91,7 +93,7 @@ class WriteItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class QuantizedOutput:
     """A matrix whose codes, or whose scales, a record contains; each block of the matrix has one scale.
 
     Attributes:
@@ -148,7 +150,7 @@ class Record:
     numel: int
     content: tuple[WriteItem, ...]
     checksums: tuple[int, ...] = ()
-    quantized: Quantized | None = None
+    quantized: QuantizedOutput | None = None
     checksum_texts: tuple[int, ...] = ()
 
     @property
@@ -190,7 +192,7 @@ def _parts(content: Sequence[WriteItem], first: int, start: int, stop: int) -> I
         high = min(stop, placed.stop)
         begin = placed.wanted.slice.start + low - placed.start
         part = Slice(placed.wanted.slice.regions, begin, begin + high - low)
-        yield WriteItem(low - start, replace(placed.wanted, slice=part), placed.arranged)
+        yield WriteItem(low - start, replace(placed.wanted, slice=part), placed.order)
 
 
 @dataclass(frozen=True, slots=True)

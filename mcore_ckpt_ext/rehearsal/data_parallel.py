@@ -11,7 +11,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, buffer_ranks, packed_buffers
+from mcore_ckpt_ext.layout.packing_proposals import PackedBuffer, buffer_ranks, pack_buffers
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob, SimulatedShard
@@ -82,7 +82,7 @@ class DataParallelRanks:
             models = self._job.trained_models
             stages = range(self._job.layout.virtual_pipeline)
             rule = PackingRule.SINCE_0_13
-            self._buffers[place] = None if order is None else packed_buffers(models, order, rule, place, stages)
+            self._buffers[place] = None if order is None else pack_buffers(models, order, rule, place, stages)
         return self._buffers[place] or []
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.master_check import half_precision
+from mcore_ckpt_ext.layout.master_check import keeps_fp16_masters
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 
 _FUSED_ADAM = frozenset({"bias_correction"})
@@ -81,7 +81,7 @@ def simulated_chain(
         use_precision_aware_optimizer=is_aware,
         use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_aware and not quantized,
         bf16=bool(running.bf16),
-        main_params_dtype=torch.float16 if half_precision(running) else torch.float32,
+        main_params_dtype=torch.float16 if keeps_fp16_masters(running) else torch.float32,
     )
     parameters = [torch.empty(0, dtype=getattr(torch, name), device="meta") for name in sorted(dtypes)]
     kept = [torch.uint8] if quantized else [parameter.dtype for parameter in parameters]

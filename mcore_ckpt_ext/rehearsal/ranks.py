@@ -112,11 +112,10 @@ class SimulatedJob:
             Empty if that order is unknown.
         """
         order = known_orders(self.arguments)[0].order_of_version(self._version)
-        last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
         orders = []
         for pipeline, chunks in enumerate(self.models.chunks or []):
             for stage, chunk in enumerate(chunks):
-                tied = (pipeline, stage) == last and self.models.has_tied_copy
+                tied = (pipeline, stage) == self.layout.last_chunk and self.models.has_tied_copy
                 orders.append(registration_order(chunk, order, tied_copy=tied))
         complete = [names for names in orders if names is not None]
         return complete if len(complete) == len(orders) else []

@@ -17,7 +17,6 @@ from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.dimensions import in_words
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.resume import LIVE_MODEL, ResumeOptions
@@ -221,7 +220,7 @@ class _Rehearsing:
             bytes_read=figures.bytes_read,
             optimizer_bytes_read=figures.optimizer_bytes_read,
             proven=figures.proven,
-            proof=_proof(checkpoint),
+            proof=checkpoint.master_check.relation,
             is_full_proof=self._request.full,
             order_sources=_extra_parameter_orders(checkpoint),
             data=load.data,
@@ -259,8 +258,3 @@ def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
     """Return the sources of the parameter order; the live model's order is that of its layer spec."""
     relabeled = {LIVE_MODEL: "the order of the layer spec"}
     return tuple(relabeled.get(label, label) for label in checkpoint.optimizer.order_sources())
-
-
-def _proof(checkpoint: CheckpointView) -> str:
-    proof = checkpoint.proof
-    return "equal to their weights when rounded" if proof is BY_ROUNDING else proof.words

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.lazy_torch import numpy, torch
-from mcore_ckpt_ext.planning.array_location import Extent, RawArray, ScaleCodec, TransposeCodec
-from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.planning.array_location import Extent, QuantizedMatrix, RawArray, ReorderedMatrix
+from mcore_ckpt_ext.planning.plan import Plan, PlannedRead
 from mcore_ckpt_ext.storage.crc32 import Piece, combine_crc32, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _ROWS_BYTES = 1 << 19
 
 
-def is_plain(copy: Copy, location: TensorLocation) -> bool:
+def is_plain(read: PlannedRead, location: TensorLocation) -> bool:
     """Return whether the elements are stored unscaled and in their order."""
-    return location.scaled is None and not isinstance(copy.extent, (TransposeCodec, ScaleCodec))
+    return location.scaled is None and not isinstance(read.extent, (ReorderedMatrix, QuantizedMatrix))
 
 
 @dataclass
@@ -201,21 +201,21 @@ class Checksums:
             UnreadableCheckpointError: the checksum of a record differs.
         """
         pieces: list[tuple[int, Piece]] = []
-        for copy in plan.copies:
-            location = locate(copy.extent)
-            destination = destinations[copy.target]
-            if not is_plain(copy, location) or destination.dtype != location.dtype.torch:
+        for read in plan.reads:
+            location = locate(read.extent)
+            destination = destinations[read.target]
+            if not is_plain(read, location) or destination.dtype != location.dtype.torch:
                 continue
             memory = memoryview(destination.detach().view(torch.uint8).numpy())
             size = location.dtype.itemsize
-            for source, target, length, count, source_stride, target_stride in copy.runs.rows():
+            for source, target, length, count, source_stride, target_stride in read.runs.rows():
                 if length * count * size < self.WORTH:
                     continue
                 begin = target * size
                 end = (target + length) * size
                 if count == 1:
                     crc = self.add_piece(location, source * size, memory[begin:end])
-                    pieces.append((copy.target, (begin, end, crc)))
+                    pieces.append((read.target, (begin, end, crc)))
                 elif source_stride == length:
                     rows = numpy.ndarray((count,), f"V{length * size}", memory, begin, (target_stride * size,))
                     self._store_piece(location, source * size, rows.nbytes, _checksum_of_rows(rows))

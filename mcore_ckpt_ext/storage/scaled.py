@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -26,7 +26,7 @@ ReadCodes: TypeAlias = "Callable[[int, int], torch.Tensor]"
 """Reads codes or scales, given the index of the first and their number."""
 
 
-def decode(matrix: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def decode(matrix: QuantizedMatrix, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode elements of a quantized matrix, in row-major order.
 
     Args:
@@ -58,7 +58,9 @@ def scaled_by(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
     return lambda first, count: scales(first, count).float() * common.float()
 
 
-def _scale_one_row(matrix: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _scale_one_row(
+    matrix: QuantizedMatrix, first: int, count: int, codes: ReadCodes, scales: ReadCodes
+) -> torch.Tensor:
     height, width = matrix.block
     row, left = divmod(first, matrix.columns)
     band = row // height * _blocks_across(matrix)
@@ -68,7 +70,7 @@ def _scale_one_row(matrix: ScaleCodec, first: int, count: int, codes: ReadCodes,
     return _numbers(matrix, first, count, codes) * of_blocks[torch.arange(left, left + count) // width - begin]
 
 
-def _whole_rows(matrix: ScaleCodec, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _whole_rows(matrix: QuantizedMatrix, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode whole rows in place, band by band: every further pass over them costs as much as reading."""
     (height, width), columns, across = matrix.block, matrix.columns, _blocks_across(matrix)
     first = row // height
@@ -84,11 +86,11 @@ def _whole_rows(matrix: ScaleCodec, row: int, rows: int, codes: ReadCodes, scale
     return decoded.view(-1)
 
 
-def _blocks_across(matrix: ScaleCodec) -> int:
+def _blocks_across(matrix: QuantizedMatrix) -> int:
     return -(-matrix.columns // matrix.block[1])
 
 
-def _numbers(matrix: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
+def _numbers(matrix: QuantizedMatrix, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     """Return the numbers of codes in new memory, not scaled yet."""
     if matrix.packed:
         numbers = _unpacked(first, count, codes)
@@ -106,7 +108,7 @@ def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(1 << 8, dtype=torch.uint8).view(dtype).float()
 
 
-def _factors(matrix: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
+def _factors(matrix: QuantizedMatrix, scales: torch.Tensor) -> torch.Tensor:
     factors = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
     if not torch.isfinite(factors).all():
         raise UnreadableCheckpointError(

@@ -8,7 +8,7 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
+from mcore_ckpt_ext.layout.additive_digest import digest_tensor, format_digest
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
@@ -82,6 +82,6 @@ def recorded_digests(fixture: Fixture, *kinds: str) -> tuple[RecordedDigests, ..
         for name in names:
             state = {kind: fixture.truth[f"{kind}.{name}"].flatten() for kind in kinds}
             state["param_remainder"] = split(fixture.truth[f"fp32_param.{name}"].flatten())[1]
-            of_names[name] = {kind: written(digest_of(values)) for kind, values in state.items()}
+            of_names[name] = {kind: format_digest(digest_tensor(values)) for kind, values in state.items()}
         of_groups.append(RecordedDigests(child, index, of_names))
     return tuple(of_groups)

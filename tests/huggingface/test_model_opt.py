@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
 from mcore_ckpt_ext.storage.scaled import decode, scaled_by
 from tests.harness.huggingface import make, tensors, torch_dist
 
@@ -96,7 +96,7 @@ def test_values_are_those_of_model_opt(kind: str) -> None:
     nowhere = RawArray("", 0, 0, "uint8", 0)
     block = (1, 16) if packed else (rows, columns)
     common = nowhere if packed else None
-    extent = ScaleCodec(nowhere, nowhere, rows, columns, block, "bfloat16", packed, common_scale=common)
+    extent = QuantizedMatrix(nowhere, nowhere, rows, columns, block, "bfloat16", packed, common_scale=common)
 
     def read_scales(at: int, count: int) -> torch.Tensor:
         return scales.view(-1)[at : at + count]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
 from mcore_ckpt_ext.storage import scaled
 from mcore_ckpt_ext.storage.scaled import decode
 from tests.harness.huggingface import dequantized_blocks, dequantized_experts, make, tensors, torch_dist
@@ -105,7 +105,7 @@ def test_blocks_at_the_edge_and_any_range() -> None:
     whole = scales.repeat_interleave(4, 0)[:rows].repeat_interleave(4, 1)[:, :columns]
     expected = (codes.float() * whole).bfloat16().view(-1)
     nowhere = RawArray("", 0, 0, "float8_e4m3fn", 0)
-    extent = ScaleCodec(nowhere, nowhere, rows, columns, block, "bfloat16")
+    extent = QuantizedMatrix(nowhere, nowhere, rows, columns, block, "bfloat16")
     for first in range(rows * columns):
         for count in (1, 3, columns, 25, rows * columns):
             stop = min(first + count, rows * columns)
@@ -132,7 +132,7 @@ def test_a_block_larger_than_its_matrix_takes_no_more_memory(
         return values.view(-1)[at : at + count]
 
     nowhere = RawArray("", 0, 0, "float8_e4m3fn", 0)
-    extent = ScaleCodec(nowhere, nowhere, rows, columns, block, "float32")
+    extent = QuantizedMatrix(nowhere, nowhere, rows, columns, block, "float32")
     found = decode(extent, 2, 60, lambda at, n: look(codes, at, n), lambda at, n: look(scales, at, n))
     height, width = min(block[0], rows), min(block[1], columns)
     spread = scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
@@ -147,7 +147,7 @@ def test_four_bit_floats_are_those_of_transformers() -> None:
     scales = torch.randint(100, 140, (experts, rows, groups), dtype=torch.uint8, generator=generator)
     expected = dequantized_experts(blocks, scales).transpose(1, 2).reshape(-1)
     nowhere = RawArray("", 0, 0, "uint8", 0)
-    extent = ScaleCodec(nowhere, nowhere, experts * rows, groups * 32, (1, 32), "bfloat16", packed=True)
+    extent = QuantizedMatrix(nowhere, nowhere, experts * rows, groups * 32, (1, 32), "bfloat16", packed=True)
     for first, count in ((0, expected.numel()), (5, 200), (31, 2), (127, 130)):
         found = decode(
             extent, first, count, lambda at, n: blocks.view(-1)[at : at + n], lambda at, n: scales.view(-1)[at : at + n]
@@ -219,7 +219,7 @@ def test_codes_without_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_scale_that_is_no_number_is_refused(value: float) -> None:
     scales = torch.tensor([[1.0, value]])
-    extent = ScaleCodec(
+    extent = QuantizedMatrix(
         RawArray("a", 0, 0, "float8_e4m3fn", 0), RawArray("b", 0, 0, "float32", 2), 2, 4, (2, 2), "bfloat16"
     )
     codes = torch.ones(8).to(FP8)

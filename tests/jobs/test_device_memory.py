@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
-from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
+from mcore_ckpt_ext.layout.additive_digest import digest_tensor, format_digest
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from mcore_ckpt_ext.operations.iteration_health import problems_of
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
@@ -103,7 +103,7 @@ def test_stored_tensors_are_copied_to_the_device_once(name: str, loaded: dict[st
 def test_digests_of_remainders_are_taken_on_the_device(loaded: dict[str, dict[str, Any]]) -> None:
     truth = fixture_named(LOADS["remainders"][0]).truth
     kept = {key.partition(".")[2]: values for key, values in truth.items() if key.startswith(PARAM_REMAINDER)}
-    expected = {name: written(digest_of(values.reshape(-1))) for name, values in kept.items()}
+    expected = {name: format_digest(digest_tensor(values.reshape(-1))) for name, values in kept.items()}
     assert loaded["remainders"]["digests"] == expected != {}
     assert loaded["dp_reshardable"]["digests"] == {}
 

@@ -16,7 +16,7 @@ from megatron_on_cpu.dump_optimizer import assemble
 from megatron_on_cpu.precision_aware import REMAINDERS_VARIABLE, split
 
 from mcore_ckpt_ext import open_checkpoint, verify
-from mcore_ckpt_ext.layout.additive_checksum import digest_of, read
+from mcore_ckpt_ext.layout.additive_digest import digest_tensor, parse_digest
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
@@ -163,13 +163,13 @@ def test_where_masters_are_remainders_the_sidecar_keeps_digests_of_them(remainde
     digests = Sidecar.from_json((remainders.iteration / SIDECAR_FILE).read_text()).digests
     checkpoint = open_checkpoint(remainders.iteration)
     recorded = {
-        (kind, name): read(digest)
+        (kind, name): parse_digest(digest)
         for group in digests
         for name, kinds in group.parameters.items()
         for kind, digest in kinds.items()
     }
     stored = {
-        (PARAM_REMAINDER, name): digest_of(checkpoint.tensor(PARAM_REMAINDER, name).read())
+        (PARAM_REMAINDER, name): digest_tensor(checkpoint.tensor(PARAM_REMAINDER, name).read())
         for name in checkpoint.names(PARAM_REMAINDER)
     }
     assert recorded == stored

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import reduce
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,10 +20,11 @@ from mcore_ckpt_ext.layout.master_check import (
     BY_EITHER_ROUNDING,
     BY_ROUNDING,
     WITHIN_FP4,
+    WITHIN_FP4_TWICE,
     WITHIN_FP8,
-    WITHIN_HALF_PRECISION,
-    Proof,
-    proof_of,
+    WITHIN_FP16,
+    MasterCheck,
+    master_check_of,
     smallest_step,
     weaker_of,
 )
@@ -52,7 +55,7 @@ def by_tensor(values: torch.Tensor) -> torch.Tensor:
 
 
 def by_delayed_scale(values: torch.Tensor) -> torch.Tensor:
-    """The scale of some steps ago, when the largest number was smaller: what is larger is cut off."""
+    """The scale of some steps ago, when the largest number was smaller: what is larger is border off."""
     return fp8(values, LARGEST / (values.abs().max() * 0.8))
 
 
@@ -101,26 +104,26 @@ QUANTIZING = [
 ]
 
 
-@pytest.mark.parametrize(("proof", "quantize"), QUANTIZING)
-def test_masters_are_near_what_they_were_quantized_to(proof: Proof, quantize: object) -> None:
+@pytest.mark.parametrize(("master_check", "quantize"), QUANTIZING)
+def test_masters_are_near_what_they_were_quantized_to(master_check: MasterCheck, quantize: object) -> None:
     for seed in range(4):
         master = masters(seed=seed)
         weight = quantize(master)  # type: ignore[operator]
         assert BY_ROUNDING.first_mismatch(master, weight) is not None
-        assert proof.first_mismatch(master, weight) is None
+        assert master_check.first_mismatch(master, weight) is None
         for part in (slice(0, 1), slice(5, 70)):  # whatever part is at hand
-            assert proof.first_mismatch(master[part], weight[part]) is None
+            assert master_check.first_mismatch(master[part], weight[part]) is None
         # In a job that starts from bf16 weights these are quantized, not the masters.
-        assert proof.first_mismatch(master, quantize(master.bfloat16().float())) is None  # type: ignore[operator]
+        assert master_check.first_mismatch(master, quantize(master.bfloat16().float())) is None  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("proof", "quantize"), QUANTIZING)
-def test_a_misplaced_parameter_is_far_in_a_sample(proof: Proof, quantize: object) -> None:
+@pytest.mark.parametrize(("master_check", "quantize"), QUANTIZING)
+def test_a_misplaced_parameter_is_far_in_a_sample(master_check: MasterCheck, quantize: object) -> None:
     master = masters()
     weight = quantize(master)  # type: ignore[operator]
     for wrong in (master.roll(1), master.flip(1), masters(seed=2), -master, master * 1.5, torch.zeros_like(master)):
-        assert proof.first_mismatch(wrong.view(-1)[:64], weight.view(-1)[:64]) is not None
-    assert proof.first_mismatch(torch.full_like(master, float("nan")), weight) is not None
+        assert master_check.first_mismatch(wrong.view(-1)[:64], weight.view(-1)[:64]) is not None
+    assert master_check.first_mismatch(torch.full_like(master, float("nan")), weight) is not None
 
 
 def test_the_scale_defines_what_is_near_if_all_weights_are_zero() -> None:
@@ -130,14 +133,14 @@ def test_the_scale_defines_what_is_near_if_all_weights_are_zero() -> None:
     assert not weight.any()
     step = smallest_step(E4M3, 1.0)
     assert WITHIN_FP8.first_mismatch(master, weight) is not None
-    assert WITHIN_FP8.proof_at_step(step).first_mismatch(master, weight) is None
-    assert WITHIN_FP8.proof_at_step(step / 2).first_mismatch(master, weight) is not None
-    assert weaker_of(WITHIN_FP8, WITHIN_FP8.proof_at_step(step)).first_mismatch(master * 1.9, weight) is None
-    assert BY_ROUNDING.proof_at_step(step) is BY_ROUNDING
+    assert WITHIN_FP8.with_step(step).first_mismatch(master, weight) is None
+    assert WITHIN_FP8.with_step(step / 2).first_mismatch(master, weight) is not None
+    assert weaker_of(WITHIN_FP8, WITHIN_FP8.with_step(step)).first_mismatch(master * 1.9, weight) is None
+    assert BY_ROUNDING.with_step(step) is BY_ROUNDING
 
 
 def test_weights_that_were_quantized_again_at_another_scale() -> None:
-    """As under another tensor parallelism, which cuts other parts out of a tensor."""
+    """As under another tensor parallelism, which borders other parts out of a tensor."""
     twice = weaker_of(WITHIN_FP8, WITHIN_FP8)
     for seed in range(4):
         master = masters(seed=seed)
@@ -146,6 +149,11 @@ def test_weights_that_were_quantized_again_at_another_scale() -> None:
         assert WITHIN_FP8.first_mismatch(master, parts) is not None
         assert twice.first_mismatch(master, parts) is None
         assert twice.first_mismatch(master.roll(1).view(-1)[:64], parts.view(-1)[:64]) is not None
+
+
+@pytest.mark.parametrize("parts", permutations((WITHIN_FP8, WITHIN_FP8, WITHIN_FP4)))
+def test_the_weakest_of_several_checks_does_not_depend_on_their_order(parts: tuple[MasterCheck, ...]) -> None:
+    assert reduce(weaker_of, parts) is WITHIN_FP4_TWICE
 
 
 def test_errors_below_half_an_fp8_step_pass() -> None:
@@ -162,10 +170,10 @@ def test_errors_below_half_an_fp8_step_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("proof", "quantize", "share"), [(WITHIN_FP8, by_microscaling, 2**-12), (WITHIN_FP4, fp4, 2**-4)]
+    ("master_check", "quantize", "share"), [(WITHIN_FP8, by_microscaling, 2**-12), (WITHIN_FP4, fp4, 2**-4)]
 )
 def test_a_block_of_small_weights_is_measured_by_the_largest_weight_at_hand(
-    proof: Proof, quantize: object, share: float
+    master_check: MasterCheck, quantize: object, share: float
 ) -> None:
     """Many of its own steps away from a weight of zero, a master is near all the same; and no further."""
     master = masters()
@@ -176,9 +184,9 @@ def test_a_block_of_small_weights_is_measured_by_the_largest_weight_at_hand(
     assert weight[0, 0] == 0 and weight[0, 1] != 0
     master[0, 0] = largest * share * 0.9
     assert master[0, 0] > 6 * weight[0, 1]
-    assert proof.first_mismatch(master, weight) is None
+    assert master_check.first_mismatch(master, weight) is None
     master[0, 0] = largest * share * 1.1
-    found = proof.first_mismatch(master, weight)
+    found = master_check.first_mismatch(master, weight)
     assert found is not None and found.position == 0
 
 
@@ -193,37 +201,37 @@ def test_masters_in_half_precision_that_were_resumed_under_another_layout() -> N
     for seed in range(4):
         master = masters(2048, 512, seed)
         again = torch.cat([half(part) for part in half(master).chunk(3)])
-        assert WITHIN_HALF_PRECISION.first_mismatch(again, master.bfloat16()) is None
+        assert WITHIN_FP16.first_mismatch(again, master.bfloat16()) is None
 
 
 def test_masters_in_half_precision() -> None:
     master = masters()
     weight = master.bfloat16()
-    assert WITHIN_HALF_PRECISION.first_mismatch(half(master), weight) is None
-    assert WITHIN_HALF_PRECISION.first_mismatch(half(master).roll(1), weight) is not None
+    assert WITHIN_FP16.first_mismatch(half(master), weight) is None
+    assert WITHIN_FP16.first_mismatch(half(master).roll(1), weight) is not None
     one = half(master)
     one[3, 3] *= 1 + 2**-7
-    found = WITHIN_HALF_PRECISION.first_mismatch(one, weight)
+    found = WITHIN_FP16.first_mismatch(one, weight)
     assert found is not None
     assert found.position == 3 * 256 + 3
 
 
 @pytest.mark.parametrize(
-    ("arguments", "proof"),
+    ("arguments", "master_check"),
     [
         ({}, BY_ROUNDING),
         ({"use_precision_aware_optimizer": True}, BY_EITHER_ROUNDING),
-        ({"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}, WITHIN_HALF_PRECISION),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}, WITHIN_FP16),
         ({"fp8_param_gather": True}, WITHIN_FP8),
         ({"fp4_param_gather": True}, WITHIN_FP4),
     ],
 )
-def test_the_proof_of_a_job(arguments: dict[str, object], proof: Proof) -> None:
-    assert proof_of(JobArguments.of(arguments)) is proof
-    assert weaker_of(BY_ROUNDING, proof) is proof
-    assert (weaker_of(proof, proof) is proof) == (proof not in (WITHIN_FP8, WITHIN_FP4))
-    assert weaker_of(proof, BY_ROUNDING) is proof
-    assert weaker_of(proof, None) is proof
+def test_the_proof_of_a_job(arguments: dict[str, object], master_check: MasterCheck) -> None:
+    assert master_check_of(JobArguments.of(arguments)) is master_check
+    assert weaker_of(BY_ROUNDING, master_check) is master_check
+    assert (weaker_of(master_check, master_check) is master_check) == (master_check not in (WITHIN_FP8, WITHIN_FP4))
+    assert weaker_of(master_check, BY_ROUNDING) is master_check
+    assert weaker_of(master_check, None) is master_check
 
 
 def test_quantized_parameters() -> None:
@@ -254,7 +262,7 @@ class Interrupted:
                 raise UnsupportedCheckpointError("a master that is not its kind's")
             yield LiveShard(known, Slice.whole(known.regions), (), adapter)
 
-    def proof(self, shard: LiveShard) -> Proof:
+    def master_check(self, shard: LiveShard) -> MasterCheck:
         return BY_ROUNDING
 
     def master(self, shard: LiveShard) -> torch.Tensor:
@@ -271,7 +279,7 @@ def test_masters_are_verified_whether_compared_while_reading_or_not(wrong: int |
     if wrong is not None:
         master[wrong] += 1.0
     checkpoint: Any = SimpleNamespace(
-        proof=BY_ROUNDING, transfer=None, folder="here", masters_are_derived=lambda name: False,
+        master_check=BY_ROUNDING, transfer=None, folder="here", masters_are_derived=lambda name: False,
         arguments=JobArguments.of({}), logical_tensor=lambda kind, name: None,
     )  # fmt: skip
     prover = live_check.Prover({shard: master}, checkpoint)
@@ -310,7 +318,7 @@ class Samples:
     def __init__(self, wrong: int | None, mixed: bool) -> None:
         self.wrong, self.mixed, self.asked = wrong, mixed, list[int]()
 
-    def proof(self, names: Iterable[str]) -> Proof:
+    def master_check(self, names: Iterable[str]) -> MasterCheck:
         return BY_ROUNDING
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
@@ -327,7 +335,7 @@ class Samples:
 def test_samples_of_a_packing_are_compared_many_at_once(wrong: int | None, asked: int, mixed: bool) -> None:
     placed = [Placement(f"p{number}", (Region.whole(str(number), (1,)),), number) for number in range(70)]
     samples, group = Samples(wrong, mixed), cast("OptimizerGroup", None)
-    found = packing_recovery._sample(group, {BucketKey(0, "bf16", 0): placed}, samples)
+    found = packing_recovery._sample_mismatch(group, {BucketKey(0, "bf16", 0): placed}, samples)
     assert samples.asked == list(range(asked))
     assert found is None if wrong is None else f"p{wrong} would be master 1.0, weight 0.0" in str(found)
 

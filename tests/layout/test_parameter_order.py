@@ -15,7 +15,7 @@ def test_the_gate_of_a_shared_expert_precedes_its_linears(order: KnownOrder) -> 
     """A module's own parameters come before those of its submodules; so a job of 0.19.0 listed them."""
     shared = ["mlp.shared_experts.gate_weight", *(f"mlp.shared_experts.linear_fc{n}.weight" for n in (1, 2))]
     registered = ["mlp.router.weight", "mlp.experts.experts.0.linear_fc1.weight", *shared]
-    assert order.arrange(LAYER, registered[::-1]) == registered
+    assert order.order_in_layer(LAYER, registered[::-1]) == registered
 
 
 def test_latent_projections_stand_between_router_and_experts() -> None:
@@ -26,4 +26,4 @@ def test_latent_projections_stand_between_router_and_experts() -> None:
         "mlp.experts.experts.0.linear_fc2.weight", "mlp.experts.experts.1.linear_fc2.weight",
         "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight",
     ]  # fmt: skip
-    assert TRANSFORMER_ENGINE.arrange(LAYER, sorted(registered)) == registered
+    assert TRANSFORMER_ENGINE.order_in_layer(LAYER, sorted(registered)) == registered

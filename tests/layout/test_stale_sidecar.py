@@ -14,8 +14,9 @@ from mcore_ckpt_ext import open_checkpoint, verify
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.additive_checksum import written
+from mcore_ckpt_ext.layout.additive_digest import format_digest
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
+from mcore_ckpt_ext.megatron import load_decision
 from mcore_ckpt_ext.megatron.load_decision import packs_otherwise
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
@@ -47,7 +48,7 @@ def of_another_save(content: dict[str, Any]) -> None:
     del content["index"]
     for group in content["digests"]:
         for number, kinds in enumerate(group["parameters"].values()):
-            kinds["param_remainder"] = written(number)
+            kinds["param_remainder"] = format_digest(number)
 
 
 STALE = {
@@ -126,7 +127,7 @@ def test_damage_is_not_mistaken_for_a_stale_sidecar(remainders: Fixture) -> None
 
 def test_a_live_order_is_not_compared_with_a_stale_one(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(Sidecar, "order", lambda self: read.append("order") or {})
+    monkeypatch.setattr(load_decision, "order_digests", lambda groups: read.append("order") or {})
     packs_otherwise(LoadSession(remainders.iteration), list, None)
     assert read == ["order"]
     edit(remainders, lambda content: content.update(index="0" * 32))

@@ -99,10 +99,10 @@ def test_two_orders_within_the_same_borders_are_one_too_many(monkeypatch: pytest
 
     class Exchanged:
         label = "another order"
-        frame = LOCAL.frame
+        order_outside_layers = LOCAL.order_outside_layers
 
-        def arrange(self, layer: Layer, suffixes: list[str]) -> list[str] | None:
-            known = LOCAL.arrange(layer, suffixes)
+        def order_in_layer(self, layer: Layer, suffixes: list[str]) -> list[str] | None:
+            known = LOCAL.order_in_layer(layer, suffixes)
             swap = {"mlp.linear_fc2.bias": "self_attention.linear_proj.bias"}
             swap |= {value: key for key, value in swap.items()}
             return known and [swap.get(suffix, suffix) for suffix in known]
@@ -117,7 +117,7 @@ def test_sinks_are_registered_before_the_projections() -> None:
     norm, query = (f"self_attention.linear_qkv.{leaf}" for leaf in ("layer_norm_weight", "weight"))
     sinks, output = (f"self_attention.{module}" for module in ("core_attention.softmax_offset", "linear_proj.weight"))
     for order, measured in ((TRANSFORMER_ENGINE, [sinks, output, norm, query]), (LOCAL, [norm, sinks, output, query])):
-        assert order.arrange(Layer("decoder", 0), sorted(measured)) == measured
+        assert order.order_in_layer(Layer("decoder", 0), sorted(measured)) == measured
 
 
 @pytest.mark.parametrize("name", REMAINDERS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt_ext.planning import read_dedup
 from mcore_ckpt_ext.planning.overlap import fold
-from mcore_ckpt_ext.planning.read_dedup import Message, Spans, messages_of, united
+from mcore_ckpt_ext.planning.read_dedup import Message, Spans, merge_spans, plan_messages
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=6)
 wishes = st.lists(st.dictionaries(st.sampled_from("ab"), intervals, max_size=2), min_size=1, max_size=5)
@@ -17,7 +17,7 @@ wishes = st.lists(st.dictionaries(st.sampled_from("ab"), intervals, max_size=2),
 
 def spans(wish: dict[str, list[tuple[int, int]]]) -> Spans:
     return {
-        file: united(numpy.array([a for a, _ in some]), numpy.array([a + n for a, n in some]))
+        file: merge_spans(numpy.array([a for a, _ in some]), numpy.array([a + n for a, n in some]))
         for file, some in wish.items()
     }
 
@@ -34,7 +34,7 @@ def test_every_byte_that_several_want_is_in_one_message_of_all_of_them(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_dedup, "MESSAGE_BYTES", 64)
         patch.setattr(read_dedup, "_ALIGNED", 8)
-        of_ranks = [messages_of(wants, rank) for rank in range(len(wants))]
+        of_ranks = [plan_messages(wants, rank) for rank in range(len(wants))]
     readers: dict[tuple[str, int], int] = {}
     for rank, messages in enumerate(of_ranks):
         seen = set()
@@ -61,7 +61,7 @@ def test_every_byte_that_several_want_is_in_one_message_of_all_of_them(
 
 def test_ranks_that_want_the_same_read_in_turn() -> None:
     same = spans({"a": [(0, 10 * read_dedup.MESSAGE_BYTES)]})
-    messages = messages_of([same, same, same, {}], 1)
+    messages = plan_messages([same, same, same, {}], 1)
     assert [message.reader for message in messages] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 

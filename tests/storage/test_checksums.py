@@ -22,7 +22,7 @@ from mcore_ckpt_ext.operations import integrity, verification
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
-from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.planning.plan import Plan, PlannedRead
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, LenientChecksums
 from mcore_ckpt_ext.storage.crc32 import combine_crc32, crc32, crc32_from_pieces
@@ -149,7 +149,7 @@ def test_rows_that_are_not_packed_in_memory_pass(stored: Stored) -> None:
     """As the columns of a matrix that tensor-parallel ranks share."""
     checksums, payload = stored.looked_at(LenientChecksums)
     rows = Runs(*(numpy.array([number]) for number in (0, 1, 10, NUMEL // 10, 10, 17)))
-    plan, room = Plan([], [Copy(stored.extent, 0, rows)]), torch.empty(NUMEL * 17 // 10)
+    plan, room = Plan([], [PlannedRead(stored.extent, 0, rows)]), torch.empty(NUMEL * 17 // 10)
     Transfer(checksums._reader).execute(plan, [room])
     assert checksums.add_plan(plan, [room], lambda extent: payload) == []
     assert (checksums.rest(), checksums.verified) == ([], {stored.place})
@@ -193,7 +193,7 @@ def test_damage_is_not_right_and_refuses_nothing(worth: int, stored: Stored, mon
     checksums = LenientChecksums(reader)
     payloads = TensorLocations(reader, checksums)
     plan = Plan(
-        [], [Copy(stored.extent, 0, Runs(*(numpy.array([number]) for number in (0, 0, NUMEL, 1, NUMEL, NUMEL))))]
+        [], [PlannedRead(stored.extent, 0, Runs(*(numpy.array([number]) for number in (0, 0, NUMEL, 1, NUMEL, NUMEL))))]
     )
     found = torch.empty(NUMEL)
     Transfer(reader).execute(plan, [found])

@@ -8,7 +8,7 @@ from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
-from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 
 
 def list_checkpoint(folder: Path) -> Listing:
@@ -40,6 +40,6 @@ def _list_states(listing: Listing, file: str, expected: set[str]) -> None:
     if missing := sorted(expected - {parameter for parameter, _, _ in states}):
         listing.add("tensors", file, f"its index lists states that it does not hold: parameters {', '.join(missing)}")
     for parameter, kind, tensor in states:
-        if tensor is not None and not isinstance(tensor.extent, ScaleCodec):
+        if tensor is not None and not isinstance(tensor.extent, QuantizedMatrix):
             name = f"{kind} of parameter {parameter}"
             listing.tensors.append(ListedTensor(name, tensor.shape, tensor.extent, tensor.first))

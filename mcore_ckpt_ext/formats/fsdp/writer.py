@@ -115,7 +115,7 @@ class FsdpTarget:
     def _about_roundings(self) -> Iterator[str]:
         """Warn if rounding the masters may give other weights than the source has."""
         joined = self._optimizer is not None and PARAM_REMAINDER in self._optimizer.kinds
-        if joined or self._checkpoint.proof.is_near:
+        if joined or self._checkpoint.master_check.is_approximate:
             yield (
                 "the weights are not written: the job that reads makes them by rounding the masters, which here may "
                 "differ from the stored ones in the last bit" + ("" if joined else ", or more: those have fewer bits")

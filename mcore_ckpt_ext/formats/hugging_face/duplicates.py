@@ -6,7 +6,7 @@ from math import prod
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
-from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -19,7 +19,7 @@ def same_bytes(reader: FolderReader, transfer: Transfer, one: StoredTensor, othe
     Raises:
         UnsupportedCheckpointError: one of them is quantized.
     """
-    if isinstance(one.extent, ScaleCodec) or isinstance(other.extent, ScaleCodec):
+    if isinstance(one.extent, QuantizedMatrix) or isinstance(other.extent, QuantizedMatrix):
         raise UnsupportedCheckpointError(
             "two tied tensors are quantized and cannot be compared",
             where=str(reader.folder),

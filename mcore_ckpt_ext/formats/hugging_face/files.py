@@ -12,7 +12,7 @@ from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.write_plan import OutputFile, Quantized, Record, WriteItem, WriteLayout
+from mcore_ckpt_ext.planning.write_plan import MatrixOrder, OutputFile, QuantizedOutput, Record, WriteItem
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, lay_out_checked_file
@@ -24,7 +24,7 @@ class WrittenTensor:
 
     declared: Declared
     content: tuple[WriteItem, ...]
-    quantized: Quantized | None = None
+    quantized: QuantizedOutput | None = None
 
 
 def is_linear(tensor: HuggingFaceTensor) -> bool:
@@ -42,7 +42,7 @@ def not_quantized(tensors: Sequence[WrittenTensor]) -> list[str]:
     ]
 
 
-def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> WriteLayout | None:
+def matrix_order_of(tensor: HuggingFaceTensor, part: Slice) -> MatrixOrder | None:
     """Return how a tensor's elements are arranged if they differ from Megatron's, else None.
 
     Args:
@@ -52,7 +52,7 @@ def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> WriteLayout | None
     if not tensor.transposed and tensor.interleaved == 1 and not tensor.shift:
         return None
     rows = sum(region.sizes[0] for region in part.regions)
-    return WriteLayout(rows, tensor.transposed, tensor.interleaved, tensor.shift)
+    return MatrixOrder(rows, tensor.transposed, tensor.interleaved, tensor.shift)
 
 
 def shards_of(tensors: Sequence[WrittenTensor], limit: int) -> Iterator[list[WrittenTensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.auxiliary_files import CONFIG as CONFIG
-from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
+from mcore_ckpt_ext.planning.array_location import PlainExtent, QuantizedMatrix
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
@@ -38,7 +38,7 @@ class StoredTensor:
     """
 
     shape: tuple[int, ...]
-    extent: PlainExtent | ScaleCodec
+    extent: PlainExtent | QuantizedMatrix
     first: int = 0
     is_transposed: bool = False
 

@@ -31,7 +31,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 )
 from mcore_ckpt_ext.formats.hugging_face.quantized import dequantized, quantization_of
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
-from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.listed_files import is_file_name
 from mcore_ckpt_ext.storage.remote import folder_reader
@@ -70,7 +70,7 @@ def list_model(folder: Path, below: str = "") -> Listing:
     settings = config or {}
     is_quantized = bool(quantization_of(settings, folder / below))
     for name, tensor in stored.items():
-        if not isinstance(tensor.extent, ScaleCodec):
+        if not isinstance(tensor.extent, QuantizedMatrix):
             is_scale = is_quantized and name.endswith(_SCALES)
             listing.tensors.append(ListedTensor(name, tensor.shape, tensor.extent, tensor.first, is_scale))
     if config is not None and listing.is_readable:

@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor
-from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
+from mcore_ckpt_ext.planning.array_location import PlainExtent, QuantizedMatrix
 from mcore_ckpt_ext.storage.json_text import read_json
 
 _DTYPES = ("bfloat16", "float32", "float16")
@@ -193,7 +193,7 @@ def _nvfp4(
     if common is not None and fits and prod(common.shape) == 1 and scales.extent.dtype in _FP8:
         arrays = [_whole_array(part) for part in (codes, scales, common)]
         block = (1, _NVFP4_BLOCK)
-        extent = ScaleCodec(arrays[0], arrays[1], rows, columns, block, dtype, packed=True, common_scale=arrays[2])
+        extent = QuantizedMatrix(arrays[0], arrays[1], rows, columns, block, dtype, packed=True, common_scale=arrays[2])
         return StoredTensor(shape, extent)
     further = "no further scale" if common is None else f"a further scale {common.shape}"
     raise UnreadableCheckpointError(
@@ -207,7 +207,7 @@ def _nvfp4(
 
 def _whole_array(tensor: StoredTensor) -> PlainExtent:
     """Return the array of a tensor that fills it, and is not decoded yet."""
-    if isinstance(tensor.extent, ScaleCodec) or tensor.first:
+    if isinstance(tensor.extent, QuantizedMatrix) or tensor.first:
         raise UnsupportedCheckpointError(
             "quantized weights share their storage with other tensors",
             where=tensor.extent.file,
@@ -243,7 +243,7 @@ def _decoded(
     shape = codes.shape
     if pairing.packed:  # (..., rows, blocks in a row, bytes in a block); its scales are (..., rows, blocks in a row)
         shape = (*shape[:-2], prod(shape[-2:]) * _CODES_IN_BYTE)
-    if isinstance(codes.extent, ScaleCodec) or isinstance(scales.extent, ScaleCodec):
+    if isinstance(codes.extent, QuantizedMatrix) or isinstance(scales.extent, QuantizedMatrix):
         raise TypeError("these are numbers already")
     rows = prod(shape[:-1])
     columns = shape[-1]
@@ -251,7 +251,7 @@ def _decoded(
         grid = (-(-rows // block[0]), -(-columns // block[1]))
         fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
         if fits and not codes.first and not scales.first:
-            extent = ScaleCodec(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
+            extent = QuantizedMatrix(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
             # transformers transposes what it unpacks (`convert_moe_packed_tensors`).
             return StoredTensor(
                 (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed

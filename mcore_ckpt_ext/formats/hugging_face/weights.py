@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
 from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.array_location import TransposeCodec
+from mcore_ckpt_ext.planning.array_location import ReorderedMatrix
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 
 
@@ -80,7 +80,7 @@ def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[s
         if transposed or tensor.interleaved > 1 or tensor.shift:
             rows = sum(region.sizes[0] for region in parts)
             columns = prod(parts[0].sizes[1:])
-            matrix = TransposeCodec(stored.extent, first, rows, columns, transposed, tensor.interleaved, -tensor.shift)
+            matrix = ReorderedMatrix(stored.extent, first, rows, columns, transposed, tensor.interleaved, -tensor.shift)
             yield name, StoredSlice(part, matrix, 0)
         else:
             yield name, StoredSlice(part, stored.extent, first)

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
 
 
 class WeightsAlone(FormatReader):
@@ -64,6 +64,6 @@ class WeightsAlone(FormatReader):
         files = {
             stored.extent.file
             for _, stored in self._weights.matched
-            if not isinstance(stored.extent, (RawArray, ScaleCodec))
+            if not isinstance(stored.extent, (RawArray, QuantizedMatrix))
         }
         return ((file, 0, self.reader.size(file)) for file in sorted(files))

@@ -32,8 +32,8 @@ from mcore_ckpt_ext.formats.auxiliary_files import (
 )
 from mcore_ckpt_ext.formats.hugging_face.files import (
     WrittenTensor,
-    arrangement_of,
     is_linear,
+    matrix_order_of,
     not_quantized,
     pickled_file,
     plain_file,
@@ -61,7 +61,7 @@ from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.plan import TargetSlice
-from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Quantized, Record, WriteItem
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, QuantizedOutput, Record, WriteItem
 from mcore_ckpt_ext.storage.json_text import json_file
 from mcore_ckpt_ext.storage.safetensors import Declared
 
@@ -303,7 +303,7 @@ class HuggingFaceTarget:
             )  # fmt: skip
         rows, columns = tensor.shape
         for scales in (False, True):
-            matrix = Quantized(name, laid_out.content, rows, columns, _BLOCK, _BLOCK, scales)
+            matrix = QuantizedOutput(name, laid_out.content, rows, columns, _BLOCK, _BLOCK, scales)
             grid = (-(-rows // _BLOCK), -(-columns // _BLOCK))
             codes = Declared(name, (rows, columns), "float8_e4m3fn")
             yield WrittenTensor(Declared(name + _SCALES, grid, "float32") if scales else codes, (), matrix)
@@ -315,7 +315,7 @@ class HuggingFaceTarget:
             kind = FP32_PARAM if name in self._masters else WEIGHT
             source = self._checkpoint.named_tensor(kind, name)
             part = Slice.whole(tuple(regions))
-            placed.append(WriteItem(start, TargetSlice(kind, part, {name: source}), arrangement_of(tensor, part)))
+            placed.append(WriteItem(start, TargetSlice(kind, part, {name: source}), matrix_order_of(tensor, part)))
             start += part.numel
             dtypes.add(source.dtype)
         dtype = dtypes.pop()

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS, MATCHES_GROUPS_BY_SETTINGS
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
+from mcore_ckpt_ext.layout.packing_proposals import PackedBuffer, pack_buffers
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
@@ -96,7 +96,7 @@ class FlatStates:
         place = ModelRank(rank.pipeline, tensor, rank.expert if experts else None)
         is_later = CLOSES_BUCKETS_AT_ALIGNED_ENDS.is_of(self._version)
         rule = PackingRule.SINCE_0_13 if is_later else PackingRule.UNTIL_0_12
-        packed = packed_buffers(self._models.local, self._models.order, rule, place, self._models.stages)
+        packed = pack_buffers(self._models.local, self._models.order, rule, place, self._models.stages)
         if packed is None:
             raise UnsupportedCheckpointError(
                 "the packing of the gradient buffers under that layout is unknown", where=str(place)

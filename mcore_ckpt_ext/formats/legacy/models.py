@@ -114,7 +114,7 @@ class TargetModels:
 
     def is_last(self, rank: LegacyRank, stage: int) -> bool:
         """Return whether this chunk is the last of the model."""
-        return (rank.pipeline, stage) == (self._layout.pipeline - 1, self._layout.virtual_pipeline - 1)
+        return (rank.pipeline, stage) == self._layout.last_chunk
 
     def part(self, name: str, rank: LegacyRank, kind: str = WEIGHT) -> DeclaredTensor:
         """Return a rank's part of a weight, or of its optimizer state of another kind."""

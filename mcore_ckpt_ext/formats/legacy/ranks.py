@@ -190,7 +190,7 @@ class RankFolders:
                 return
             tensor, _, _, pipeline = grid.coordinates(writer)
             is_its = (tensor, pipeline) == (state.rank.tensor, state.rank.pipeline)
-            if not is_its or state.rank.expert not in grid.experts(writer):
+            if not is_its or state.rank.expert not in grid.possible_expert_ranks(writer):
                 raise self._mixed_up(
                     state, f"a file that rank {writer} wrote, {grid.place(writer)}", "that of its rank"
                 )

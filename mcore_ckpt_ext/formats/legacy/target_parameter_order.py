@@ -77,4 +77,4 @@ def _agrees(order: ParameterOrder, names: Sequence[str]) -> bool:
         layer, suffix = split_layer(name)
         if layer is not None:
             layers.setdefault(layer, []).append(suffix)
-    return all(order.arrange(layer, suffixes) == suffixes for layer, suffixes in layers.items())
+    return all(order.order_in_layer(layer, suffixes) == suffixes for layer, suffixes in layers.items())

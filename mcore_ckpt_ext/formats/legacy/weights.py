@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import gated_in_towers, model_space_name
+from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
 from mcore_ckpt_ext.model_space.names import is_extra_state, part_names
@@ -42,7 +42,7 @@ class LegacyWeights(RankArrays):
         for rank in ranks:
             named = self._named(rank)
             self.models.append((rank, named))
-            self._gated |= gated_in_towers({name: value.shape for name, value in named})
+            self.recognize_gates(named)
             for name, value in named:
                 self.add(WEIGHT, name, value, rank.tensor, rank.place)
 

@@ -134,7 +134,7 @@ class LegacyTarget:
     @cached_property
     def _writers(self) -> Mapping[tuple[int, int, int], int]:
         """The global rank that would have written each rank's files."""
-        return RankGrid(self.layout, bool(self._arguments.use_tp_pp_dp_mapping)).firsts
+        return RankGrid(self.layout, bool(self._arguments.use_tp_pp_dp_mapping)).first_ranks
 
     def _rank_state(self, rank: LegacyRank) -> dict[str, Any]:
         """Return the content of `generate_state_dict` for a rank."""

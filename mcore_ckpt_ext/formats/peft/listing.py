@@ -12,7 +12,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.folder import ADAPTER
 from mcore_ckpt_ext.formats.hugging_face.listing import list_file
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
-from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.remote import folder_reader
 
@@ -34,7 +34,7 @@ def list_adapters(folder: Path) -> Listing:
         return listing
     listing.files = 1
     for name, tensor in list_file(listing, file):
-        if not isinstance(tensor.extent, ScaleCodec):
+        if not isinstance(tensor.extent, QuantizedMatrix):
             listing.tensors.append(ListedTensor(name, tensor.shape, tensor.extent, tensor.first))
     _check_pairs(listing, file)
     return listing

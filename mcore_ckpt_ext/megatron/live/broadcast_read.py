@@ -22,8 +22,8 @@ from mcore_ckpt_ext.collectives import agreed_here, rank_and_size
 from mcore_ckpt_ext.devices import host_buffer
 from mcore_ckpt_ext.group_device import payload_device
 from mcore_ckpt_ext.planning.overlap import Runs
-from mcore_ckpt_ext.planning.plan import Copy, Plan
-from mcore_ckpt_ext.planning.read_dedup import MESSAGE_BYTES, Message, Spans, messages_of, united
+from mcore_ckpt_ext.planning.plan import Plan, PlannedRead
+from mcore_ckpt_ext.planning.read_dedup import MESSAGE_BYTES, Message, Spans, merge_spans, plan_messages
 from mcore_ckpt_ext.storage.checksums import is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
@@ -43,13 +43,15 @@ def wanted_bytes(plan: Plan, transfer: Transfer) -> Spans:
     """
     starts: dict[str, list[Any]] = {}
     stops: dict[str, list[Any]] = {}
-    for copy in plan.copies:
-        payload = transfer.locate(copy.extent)
-        if is_plain(copy, payload):
-            low, high = _hull(copy.runs)
+    for read in plan.reads:
+        payload = transfer.locate(read.extent)
+        if is_plain(read, payload):
+            low, high = _hull(read.runs)
             starts.setdefault(payload.file, []).append(payload.offset + low * payload.dtype.itemsize)
             stops.setdefault(payload.file, []).append(payload.offset + high * payload.dtype.itemsize)
-    return {file: united(numpy.concatenate(starts[file]), numpy.concatenate(stops[file])) for file in sorted(starts)}
+    return {
+        file: merge_spans(numpy.concatenate(starts[file]), numpy.concatenate(stops[file])) for file in sorted(starts)
+    }
 
 
 def _hull(runs: Runs) -> tuple[Any, Any]:
@@ -82,40 +84,42 @@ class ReadOnce:
         self._reader = reader
         self._transfer = transfer
         self._rank = rank_and_size()[0]
-        self._messages = messages_of(wants, self._rank)
+        self._messages = plan_messages(wants, self._rank)
         self._parts: list[list[_Part]] = [[] for _ in self._messages]
         self._has_taken_part = False
         places: dict[str, list[tuple[int, int, int, int]]] = {}
         for number, message in enumerate(self._messages):
             for stretch in message.stretches:
                 places.setdefault(stretch.file, []).append((stretch.start, stretch.stop, stretch.at, number))
-        copies: list[Copy] = []
-        for copy in plan.copies:
-            payload = transfer.locate(copy.extent)
-            copies += self._divided(copy, payload, places.get(payload.file, [])) if is_plain(copy, payload) else [copy]
-        self._own = replace(plan, copies=copies)
+        reads: list[PlannedRead] = []
+        for read in plan.reads:
+            payload = transfer.locate(read.extent)
+            reads += self._divided(read, payload, places.get(payload.file, [])) if is_plain(read, payload) else [read]
+        self._own = replace(plan, reads=reads)
 
-    def _divided(self, copy: Copy, payload: TensorLocation, places: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
-        """Yield the parts of a copy that this rank reads for itself; record those that come in messages.
+    def _divided(
+        self, read: PlannedRead, payload: TensorLocation, places: list[tuple[int, int, int, int]]
+    ) -> Iterator[PlannedRead]:
+        """Yield the parts of a read that this rank reads for itself; record those that come in messages.
 
         Args:
-            copy: a copy of plain elements.
+            read: a read of plain elements.
             payload: where they lie.
             places: the message parts in its file, ascending: first byte, end, place in the message, message number.
         """
         size = payload.dtype.itemsize
-        low, high = (int(edge) for edge in (_hull(copy.runs)[0].min(), _hull(copy.runs)[1].max()))
+        low, high = (int(edge) for edge in (_hull(read.runs)[0].min(), _hull(read.runs)[1].max()))
         first = bisect_right(places, payload.offset + low * size, key=lambda place: place[1])
         last = bisect_left(places, payload.offset + high * size, key=lambda place: place[0])
         done = low
         for start, stop, at, number in places[first:last]:
             begin = (start - payload.offset) // size
             end = (stop - payload.offset) // size
-            yield from _some(copy, done, begin)
-            if len(inside := copy.runs.within(begin, end)):
-                self._parts[number].append(_Part(copy.target, payload.dtype.torch, inside.moved(at // size - begin, 0)))
+            yield from _some(read, done, begin)
+            if len(inside := read.runs.within(begin, end)):
+                self._parts[number].append(_Part(read.target, payload.dtype.torch, inside.moved(at // size - begin, 0)))
             done = end
-        yield from _some(copy, done, high)
+        yield from _some(read, done, high)
 
     def execute(self, destinations: Destinations) -> None:
         """Fill the destinations, like `Transfer.execute`. Collective.
@@ -200,10 +204,10 @@ class ReadOnce:
             self._reader.read_into(stretch.file, stretch.start, place)
 
 
-def _some(copy: Copy, low: int, high: int) -> Iterator[Copy]:
-    """Yield the part of a copy whose source lies in `[low, high)`, if any."""
-    if low < high and len(runs := copy.runs.within(low, high)):
-        yield copy._replace(runs=runs)
+def _some(read: PlannedRead, low: int, high: int) -> Iterator[PlannedRead]:
+    """Yield the part of a read whose source lies in `[low, high)`, if any."""
+    if low < high and len(runs := read.runs.within(low, high)):
+        yield read._replace(runs=runs)
 
 
 def _pass_on(data: torch.Tensor, message: Message, rank: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mcore_ckpt_ext.collectives import attempt, gather, listed_of_all, text_of
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.group_device import payload_device
-from mcore_ckpt_ext.layout.additive_checksum import added, running_digest, written
+from mcore_ckpt_ext.layout.additive_digest import digest_on_device, format_digest, join_digests
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, keeps_remainders
@@ -116,7 +116,7 @@ class Digester:
         by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for place, values, start in _held(optimizer, self._names):
             if values is not None and values.dtype == torch.int16:
-                by_device.setdefault(values.device, []).append((numbers[place], running_digest(values, start)))
+                by_device.setdefault(values.device, []).append((numbers[place], digest_on_device(values, start)))
         totals = torch.zeros(len(self.places), dtype=torch.int64, device=device)
         for pairs in by_device.values():  # one copy from each device
             where, parts = zip(*pairs, strict=True)
@@ -159,7 +159,7 @@ class Digests:
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
         for (child, group, name), total in zip(self._digester.places, sums, strict=True):
             if total:  # a total of zero means that no rank has remainders yet
-                groups.setdefault((child, group), {})[name] = {PARAM_REMAINDER: written(added(total))}
+                groups.setdefault((child, group), {})[name] = {PARAM_REMAINDER: format_digest(join_digests(total))}
         return tuple(RecordedDigests(*group, parameters) for group, parameters in groups.items())
 
 

@@ -11,11 +11,11 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, ProofError
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch, Proof, bits_dtype, weaker_of
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, Mismatch, bits_dtype, weaker_of
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters, parameters_as_named, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
-from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 
 _BLOCK = 1 << 24
 _SAMPLE = 1024
@@ -88,8 +88,8 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
     Raises:
         ProofError: a master does not round to its weight.
     """
-    stored = proof_at_stored_scales(checkpoint, shard.live.tensors, checkpoint.proof, checkpoint.transfer)
-    proof = weaker_of(stored, quantization_check(shard.live.parameter))
+    stored = check_at_stored_scales(checkpoint, shard.live.tensors, checkpoint.master_check, checkpoint.transfer)
+    master_check = weaker_of(stored, quantization_check(shard.live.parameter))
     weight = shard.weight
     for begin in range(0, master.numel(), _BLOCK):
         part = slice(begin, begin + _BLOCK)
@@ -98,12 +98,12 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
         def where(position: int, first: int = first) -> str:
             return f"{shard.name}, element {first + position} of this rank's part, {checkpoint.folder}"
 
-        instead = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
+        more_hint = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
         weight_part = weight[part] if weight.device == master.device else weight[part].to(master.device)
-        proof.check(master[part], weight_part, where, instead)
+        master_check.verify(master[part], weight_part, where, more_hint)
 
 
-def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROUNDING) -> bool | None:
+def sample_matches(shard: LiveShard, master: torch.Tensor, master_check: MasterCheck = BY_ROUNDING) -> bool | None:
     """Return True if the first elements of a shard's masters match its weights.
 
     Returns:
@@ -117,7 +117,7 @@ def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROU
     if master.device != weight.device:
         weight = weight.to(master.device)
     with torch.no_grad():
-        mismatch = weaker_of(proof, quantization_check(shard.live.parameter)).first_mismatch(master, weight)
+        mismatch = weaker_of(master_check, quantization_check(shard.live.parameter)).first_mismatch(master, weight)
     if mismatch is None:
         return True
     return False if 2 * mismatch.count > master.numel() else None
@@ -135,7 +135,9 @@ class LiveMismatch:
         return f"{self.name}, element {first.position}: master {first.master!r}, weight {first.weight!r}"
 
 
-def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None, every: int = 1) -> list[LiveMismatch]:
+def live_mismatches(
+    chunks: Chunks, optimizer: Any, weaker: MasterCheck | None = None, every: int = 1
+) -> list[LiveMismatch]:
     """Return parameters of the live optimizer whose masters do not round to the live weights.
 
     It reads no checkpoint, so that it verifies any load, the framework's included. It costs one pass over masters and
@@ -176,12 +178,12 @@ def _named(mismatches: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveM
     ]
 
 
-def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: int) -> LiveMismatch | None:
-    proof = shard.adapter.proof(shard)
-    if proof is None:
+def _first_mismatch(shard: LiveShard, weaker: MasterCheck | None, room: _Room, every: int) -> LiveMismatch | None:
+    master_check = shard.adapter.master_check(shard)
+    if master_check is None:
         return None
     # Quantized live weights may have been quantized again, whatever loaded them.
-    proof = weaker_of(proof, weaker or quantization_check(shard.live.parameter))
+    master_check = weaker_of(master_check, weaker or quantization_check(shard.live.parameter))
     weight = shard.weight
     master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():
@@ -199,7 +201,7 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
         if pair is not None and pair.rounds(begin, part.stop, room):
             continue
         weight_part = weight[part] if is_near else weight[part].to(master.device)
-        mismatch = proof.first_mismatch(master[part], weight_part)
+        mismatch = master_check.first_mismatch(master[part], weight_part)
         if mismatch is not None:
             position = shard.slice.start + begin + mismatch.position
             return LiveMismatch(shard.name, replace(mismatch, position=position))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.layout.master_check import WITHIN_FP4, WITHIN_FP8, Proof, smallest_step
+from mcore_ckpt_ext.layout.master_check import WITHIN_FP4, WITHIN_FP8, MasterCheck, smallest_step
 from mcore_ckpt_ext.megatron.trees import leaves
 from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region
@@ -34,7 +34,7 @@ class LiveParameter:
     may_pad: bool
 
 
-def quantization_check(parameter: torch.Tensor) -> Proof | None:
+def quantization_check(parameter: torch.Tensor) -> MasterCheck | None:
     """Return the comparison for masters of an fp8 or fp4 live parameter; None for a plain tensor.
 
     Transformer Engine's quantized tensors show a high-precision dtype, and can dequantize themselves
@@ -46,7 +46,7 @@ def quantization_check(parameter: torch.Tensor) -> Proof | None:
         return None
     scale = getattr(parameter, "_scale_inv", None)
     step = 0.0 if scale is None else smallest_step(torch.float8_e4m3fn, float(scale))
-    return (WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8).proof_at_step(step)
+    return (WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8).with_step(step)
 
 
 NameFunction = Callable[[str], str]

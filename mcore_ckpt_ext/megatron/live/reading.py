@@ -31,8 +31,8 @@ class Reading(Generic[OwnShard]):
         self._stored = [request for request in requests if request not in self._derived]
         self._plan = make_plan([_slice(*request) for request in self._stored], checkpoint, accept_lost)
         for plan in self.plans:
-            for copy in plan.copies:
-                checkpoint.transfer.locate(copy.extent)
+            for read in plan.reads:
+                checkpoint.transfer.locate(read.extent)
 
         self._once: dict[str, ReadOnce] = {}
 

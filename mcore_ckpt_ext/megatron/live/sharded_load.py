@@ -145,7 +145,7 @@ class ShardedLoad:
         self._plan = make_plan([_wanted(entry) for entry in requested], StoredArrays(checkpoint.index.arrays))
         self._reader = checkpoint.reader
         self._once: ReadOnce | None = None
-        self._payloads = [self._transfer.locate(copy.extent) for copy in self._plan.copies]
+        self._payloads = [self._transfer.locate(read.extent) for read in self._plan.reads]
 
     @property
     def is_quantized(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
-from mcore_ckpt_ext.layout.sidecar import FILE_NAME, with_index
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME, add_index_digest
 from mcore_ckpt_ext.storage.atomic_files import flush, flush_all, replace_files
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folders, iteration_number, read_tracker
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, read_index_digest
@@ -75,7 +75,7 @@ class Disk:
             OSError: writing failed; the tracker is unchanged.
         """
         digest = read_index_digest(folder) if sidecar else None
-        files = {folder / FILE_NAME: with_index(sidecar, digest) if digest else sidecar} if sidecar else {}
+        files = {folder / FILE_NAME: add_index_digest(sidecar, digest) if digest else sidecar} if sidecar else {}
         files |= {tracker: text} if tracker is not None else {}
         replace_files(files)
         with contextlib.suppress(OSError):  # the tracker already names the checkpoint: this is no longer a failure

@@ -141,7 +141,11 @@ class DcpStorageAdapter(ABC):
         """Summarize the load over all ranks in one line. Collective."""
         read, proven = zip(*gather((self._reader.bytes_read if self._reader else 0, self._filler.proven)), strict=True)
         source = self.checkpoint
-        how = f"verified {source.proof.words}" if source.proof.is_near else "verified equal to their weights"
+        how = (
+            f"verified {source.master_check.relation}"
+            if source.master_check.is_approximate
+            else "verified equal to their weights"
+        )
         content, detail = (
             ("model and optimizer", source.optimizer_format) if self._fills_optimizer else ("weights", "alone")
         )

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.layout.buckets import Placement
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.master_check import Mismatch, first_mismatch
-from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
+from mcore_ckpt_ext.layout.packing_proposals import PackedBuffer, pack_buffers
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -119,7 +119,7 @@ def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shif
     ranks = {rank for name in models.weights for rank in models.ranks_of(name)}
     for rank in sorted(ranks, key=lambda rank: (rank.pipeline, rank.tensor, rank.expert is not None, rank.expert or 0)):
         stages = range(models.layout.virtual_pipeline)
-        for buffer in packed_buffers(models, order, PackingRule.SINCE_0_13, rank, stages) or []:
+        for buffer in pack_buffers(models, order, PackingRule.SINCE_0_13, rank, stages) or []:
             for origin, bucket in zip(buffer.joined_origins(), buffer.buckets, strict=True):
                 for index, start, _ in bucket.placements if origin != bucket.start else ():
                     placement = buffer.placement(index, origin + start)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,25 @@ def test_a_master_changed_beyond_the_sample_is_seen_by_the_proof(plain: Fixture)
     flip_exponent(plain, 1000)
     with pytest.raises(ProofError, match=f"{MATRIX}, element 1000"):
         opened(plain).tensor("exp_avg", MATRIX).read()
+
+
+def test_masters_of_a_gated_tower_have_the_rows_of_its_weights(plain: Fixture) -> None:
+    """The arguments describe the language model, which has no gate."""
+    tower = "vision_model.decoder.layers.0.mlp"
+    for rank, path in enumerate(sorted(plain.iteration.glob("mp_rank_*/model_optim_rng.pt"))):
+        state = torch.load(path, weights_only=False)
+        optimizer = state["optimizer"]
+        group = optimizer["optimizer"]["param_groups"][0]
+        for number, (name, shape) in enumerate({"linear_fc1": (16, 4), "linear_fc2": (4, 8)}.items()):
+            master = torch.arange(64.0 * number, 64.0 * number + prod(shape)).reshape(shape) + 100 * rank
+            state["model"][f"{tower}.{name}.weight"] = master.bfloat16()
+            optimizer["fp32_from_fp16_params"][0].append(master)
+            group["params"].append(1000 + number)
+            optimizer["optimizer"]["state"][1000 + number] = {"exp_avg": master.clone(), "exp_avg_sq": master.clone()}
+        torch.save(state, path)
+    read = opened(plain).tensor("fp32_param", f"{tower}.linear_fc1.weight").read()
+    gate, up = range(8), range(8, 16)
+    assert read[:, 0].tolist() == [4 * row + 100 * rank for rows in (gate, up) for rank in (0, 1) for row in rows]
 
 
 @pytest.mark.parametrize("missing", ["fp32_from_fp16_params", "exp_avg_sq", "step"])

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.legacy.flat_state import check_within_buckets
 from mcore_ckpt_ext.formats.legacy.target_arguments import reader_arguments
 from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, pack
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer
+from mcore_ckpt_ext.layout.packing_proposals import PackedBuffer
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from tests.harness.checkpoints import fixture_named
 

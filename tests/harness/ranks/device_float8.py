@@ -42,11 +42,11 @@ def main() -> None:
             region = Region.whole("weight", SHAPE)
             shard = Shard(LiveParameter(weight, (region,), {}, may_pad=False), Slice((region,), START, STOP), ())
             before = counts.to_cpu
-            proof = quantization_check(weight)
-            assert proof is not None
-            right = proof.first_mismatch(part, shard.weight)
+            master_check = quantization_check(weight)
+            assert master_check is not None
+            right = master_check.first_mismatch(part, shard.weight)
             part[WRONG] = 9.0
-            wrong = proof.first_mismatch(part, shard.weight)
+            wrong = master_check.first_mismatch(part, shard.weight)
             found[name] = {
                 "class": type(weight).__name__, "device": str(shard.weight.device),
                 "right": right is None, "wrong": None if wrong is None else wrong.position,

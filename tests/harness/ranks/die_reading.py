@@ -17,8 +17,8 @@ def install() -> None:
 
     @functools.wraps(original)
     def execute(self: Transfer, plan: Plan, destinations: Any, *more: Any) -> None:
-        if os.environ["RANK"] == "0" and len(plan.copies) > 1:
-            original(self, Plan(plan.wanted, plan.copies[::2]), destinations, *more)
+        if os.environ["RANK"] == "0" and len(plan.reads) > 1:
+            original(self, Plan(plan.wanted, plan.reads[::2]), destinations, *more)
             os.kill(os.getpid(), signal.SIGKILL)
         original(self, plan, destinations, *more)
 

@@ -19,7 +19,7 @@ def install(folder: Path) -> None:
     @functools.wraps(original)
     def execute(self: Transfer, plan: Plan, *positional: Any, **keywords: Any) -> None:
         starts = (folder / "starts").read_text().split()
-        if len(starts) == 2 and len(plan.copies) > 1 and not (folder / "gate-load").exists():
+        if len(starts) == 2 and len(plan.reads) > 1 and not (folder / "gate-load").exists():
             if os.environ["RANK"] == "0":
                 print("while loading", flush=True)
             while not (folder / "gate-load").exists():

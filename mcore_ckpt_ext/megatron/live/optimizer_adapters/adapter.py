@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.layout.master_check import MasterCheck
 from mcore_ckpt_ext.megatron.live.model import LiveParameter, quantization_check
 from mcore_ckpt_ext.model_space.slices import Slice
 
@@ -86,7 +86,7 @@ class OptimizerAdapter(Protocol):
     def master(self, shard: LiveShard) -> torch.Tensor:
         """Return the masters in fp32; do not write to them."""
 
-    def proof(self, shard: LiveShard) -> Proof | None:
+    def master_check(self, shard: LiveShard) -> MasterCheck | None:
         """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:

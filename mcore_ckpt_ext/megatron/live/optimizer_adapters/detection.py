@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.master_check import half_precision
+from mcore_ckpt_ext.layout.master_check import keeps_fp16_masters
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import OptimizerAdapter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedAdapter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
@@ -185,7 +185,7 @@ def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remai
         differing.append("use_precision_aware_optimizer")
     elif aware and not differing and stored_remainders() != any(map(keeps_remainders, optimizers)):
         differing.append("store_param_remainders")
-    elif aware and not differing and half_precision(written) != any(map(keeps_halves, optimizers)):
+    elif aware and not differing and keeps_fp16_masters(written) != any(map(keeps_halves, optimizers)):
         differing.append("main_params_dtype")
     return [*differing, *(["optimizer"] if is_another_kind(written, kind) else [])]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck
 from mcore_ckpt_ext.megatron.live.model import LiveParameter, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 
@@ -35,7 +35,7 @@ class PlainAdapter(ABC):
         """Return the masters in fp32; do not write to them."""
         return self._kept(shard).detach().view(-1)
 
-    def proof(self, shard: LiveShard) -> Proof | None:
+    def master_check(self, shard: LiveShard) -> MasterCheck | None:
         """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
         return quantization_check(shard.live.parameter) or BY_ROUNDING
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.layout.master_check import WITHIN_HALF_PRECISION, Proof
+from mcore_ckpt_ext.layout.master_check import WITHIN_FP16, MasterCheck
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedAdapter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter
@@ -41,12 +41,12 @@ class PrecisionAwareAdapter(DistributedAdapter):
     def kind(self) -> str:
         return f"masters in the fused optimizer{' as remainders' if self._fused.store_param_remainders else ''}"
 
-    def proof(self, shard: LiveShard) -> Proof | None:
+    def master_check(self, shard: LiveShard) -> MasterCheck | None:
         """Return the comparison of masters and weights; None with remainders, where every pair is valid."""
         if self._has_remainder(shard):
             return None
         is_half = keeps_halves(self._optimizer) and self._is_inside(shard)
-        return WITHIN_HALF_PRECISION if is_half else super().proof(shard)
+        return WITHIN_FP16 if is_half else super().master_check(shard)
 
     @override
     def master(self, shard: LiveShard) -> torch.Tensor:

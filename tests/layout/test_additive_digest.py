@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import PackingError, ProofError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.layout import additive_checksum
-from mcore_ckpt_ext.layout.additive_checksum import added, digest_of, read, written
+from mcore_ckpt_ext.layout import additive_digest
+from mcore_ckpt_ext.layout.additive_digest import digest_tensor, format_digest, join_digests, parse_digest
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedDigests, Sidecar
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.optimizers import digests
@@ -35,18 +35,20 @@ def remainders(values: list[int]) -> torch.Tensor:
 @given(values=numbers, cut=some.integers(0, 40), start=some.integers(0, 3 * 2**20))
 def test_the_parts_of_ranks_add_up(values: list[int], cut: int, start: int) -> None:
     state = remainders(values)
-    one, other = digest_of(state[:cut], start), digest_of(state[cut:], start + len(state[:cut]))
-    assert added(one, other) == digest_of(state, start)
+    one, other = digest_tensor(state[:cut], start), digest_tensor(state[cut:], start + len(state[:cut]))
+    assert join_digests(one, other) == digest_tensor(state, start)
 
 
 def test_parts_add_up_across_the_blocks_of_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(additive_checksum, "_BLOCK", 7)
-    additive_checksum._multipliers.cache_clear()
+    monkeypatch.setattr(additive_digest, "_BLOCK", 7)
+    additive_digest._word_factors.cache_clear()
     for dtype in (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64):
         state = torch.arange(100).to(dtype)
-        whole = digest_of(state, 3)
-        assert {added(digest_of(state[:cut], 3), digest_of(state[cut:], 3 + cut)) for cut in range(100)} == {whole}
-    additive_checksum._multipliers.cache_clear()
+        whole = digest_tensor(state, 3)
+        assert {
+            join_digests(digest_tensor(state[:cut], 3), digest_tensor(state[cut:], 3 + cut)) for cut in range(100)
+        } == {whole}
+    additive_digest._word_factors.cache_clear()
 
 
 @settings(max_examples=60)
@@ -57,13 +59,13 @@ def test_it_distinguishes_states(values: list[int], one: int, other: int, by: in
     exchanged = state.clone()
     exchanged[[one, other]] = state[[other, one]]
     if (values[one] - values[other]) % 2:  # other differences do not show in every pair of places
-        assert digest_of(exchanged) != digest_of(state)
+        assert digest_tensor(exchanged) != digest_tensor(state)
     flipped = state.clone()
     flipped[one] ^= 1
-    assert digest_of(flipped) != digest_of(state)
+    assert digest_tensor(flipped) != digest_tensor(state)
     if values[0] % 2 or not state.any():
-        assert (digest_of(state, by) == digest_of(state)) == (not state.any())  # the neighbor's place
-    assert digest_of(state[:-1]) != digest_of(state)  # whatever the last one is, zero too
+        assert (digest_tensor(state, by) == digest_tensor(state)) == (not state.any())  # the neighbor's place
+    assert digest_tensor(state[:-1]) != digest_tensor(state)  # whatever the last one is, zero too
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_it_distinguishes_states(values: list[int], one: int, other: int, by: in
 )
 def test_it_is_the_same_in_every_release(dtype: torch.dtype, expected: str) -> None:
     """Sidecars outlive releases."""
-    assert written(digest_of(torch.arange(-1000, 1000).to(dtype), 2**20 - 7)) == expected
+    assert format_digest(digest_tensor(torch.arange(-1000, 1000).to(dtype), 2**20 - 7)) == expected
 
 
 def sidecar_with(digests: tuple[RecordedDigests, ...]) -> Sidecar:
@@ -80,9 +82,9 @@ def sidecar_with(digests: tuple[RecordedDigests, ...]) -> Sidecar:
 
 
 def test_a_sidecar_keeps_it() -> None:
-    sidecar = sidecar_with((RecordedDigests(0, 3, {"a.weight": {"exp_avg": written(7)}}),))
+    sidecar = sidecar_with((RecordedDigests(0, 3, {"a.weight": {"exp_avg": format_digest(7)}}),))
     assert Sidecar.from_json(sidecar.to_json()) == sidecar
-    assert read(sidecar.digests[0].parameters["a.weight"]["exp_avg"]) == 7
+    assert parse_digest(sidecar.digests[0].parameters["a.weight"]["exp_avg"]) == 7
 
 
 def test_a_sidecar_of_an_earlier_release_has_none() -> None:
@@ -121,7 +123,7 @@ class TestOfACheckpoint:
         assert found.sound
         assert [check.extent for check in found.checks if check.name == "optimizer digests"] != []
 
-        edit(recorded, lambda parameters: parameters[NAME].update(exp_avg=written(7)))
+        edit(recorded, lambda parameters: parameters[NAME].update(exp_avg=format_digest(7)))
         (finding,) = verify(recorded.run).findings
         assert (finding.check, finding.severity) == ("optimizer digests", "error")
         assert f"exp_avg of {NAME} at " in finding.what
@@ -130,7 +132,7 @@ class TestOfACheckpoint:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            (lambda found: found[NAME].update(param_remainder=written(7)), "0000000000000007"),
+            (lambda found: found[NAME].update(param_remainder=format_digest(7)), "0000000000000007"),
             (lambda found: found.pop(NAME), f"param_remainder of {NAME} in .*: no digest of it was recorded"),
         ],
     )
@@ -148,7 +150,7 @@ class TestOfACheckpoint:
         self, recorded: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(digests, "_ENOUGH", 64)
-        edit(recorded, lambda parameters: parameters[NAME].update(param_remainder=written(7)))
+        edit(recorded, lambda parameters: parameters[NAME].update(param_remainder=format_digest(7)))
         with pytest.raises(ProofError, match=f"have changed since they were saved; found: param_remainder of {NAME}"):
             mcore_ckpt_ext.convert(recorded.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert not (tmp_path / "out").exists()

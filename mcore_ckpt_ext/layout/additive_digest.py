@@ -24,65 +24,64 @@ _MODULUS = 1 << 64
 _COUNTED = -7046029254386353131
 
 
-def digest_of(values: torch.Tensor, start: int = 0) -> int:
-    """Return the digest of a parameter's elements from `start` on, 1-D, any dtype; `added` joins parts."""
-    return int(running_digest(values, start)) % _MODULUS
+def digest_tensor(values: torch.Tensor, start: int = 0) -> int:
+    """Return the digest of a parameter's elements from `start` on: 1-D, of any dtype."""
+    return int(digest_on_device(values, start)) % _MODULUS
 
 
-def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
+def digest_on_device(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Return the digest as a 0-dimensional int64 on the device of the values, without synchronization."""
     bits = values.detach().reshape(-1).contiguous().view(bits_dtype(values.dtype.itemsize))
-    each = _WORD // values.dtype.itemsize
+    per_word = _WORD // values.dtype.itemsize
     numel = bits.numel()
-    missing = -start % each
-    head = min(missing, numel)
-    tail = (numel - min(missing, numel)) % each
+    head = min(-start % per_word, numel)
+    tail = (numel - head) % per_word
     whole = bits[head : numel - tail]
     # Models have many small parameters, whose shards mostly begin and end at a word, so absent parts are not computed.
     parts: list[torch.Tensor] = []
     if head:
-        parts += _products(_padded(bits[:head], start % each, each), start // each)
+        parts += _products(_padded(bits[:head], start % per_word, per_word), start // per_word)
     if whole.numel():
-        words = whole.clone() if whole.storage_offset() % each else whole
-        parts += _products(words.view(torch.int64), (start + head) // each)
+        words = whole.clone() if whole.storage_offset() % per_word else whole
+        parts += _products(words.view(torch.int64), (start + head) // per_word)
     if tail:
-        parts += _products(_padded(bits[numel - tail :], 0, each), (start + numel - tail) // each)
+        parts += _products(_padded(bits[numel - tail :], 0, per_word), (start + numel - tail) // per_word)
     counted = _wrapped(_COUNTED * numel)
     if not parts:
         return torch.full((), counted, dtype=torch.int64, device=bits.device)
     return reduce(torch.add, parts) + counted  # int64 wraps around
 
 
-def _padded(bits: torch.Tensor, before: int, each: int) -> torch.Tensor:
+def _padded(bits: torch.Tensor, before: int, per_word: int) -> torch.Tensor:
     """Return fewer than eight bytes as an integer, preceded by `before` elements of zero."""
-    room = bits.new_zeros(each)
+    room = bits.new_zeros(per_word)
     room[before : before + bits.numel()] = bits
     return room.view(torch.int64)
 
 
 def _products(words: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
     """Yield the sum of each block of words from position `start` on, each word times its factor."""
-    multipliers = _multipliers(str(words.device))
+    word_factors = _word_factors(str(words.device))
     for block in range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK)):
         first = max(start, block * _BLOCK)
         last = min(start + words.numel(), (block + 1) * _BLOCK)
         part = words[first - start : last - start]
-        factors = multipliers[first - block * _BLOCK : last - block * _BLOCK]
+        factors = word_factors[first - block * _BLOCK : last - block * _BLOCK]
         # `dot` stores no products, which is several times faster; torch has it for integers on CPUs only.
-        yield (torch.dot(part, factors) if part.device.type == "cpu" else (part * factors).sum()) * _scale(block)
+        yield (torch.dot(part, factors) if part.device.type == "cpu" else (part * factors).sum()) * _block_factor(block)
 
 
-def added(*parts: int) -> int:
+def join_digests(*parts: int) -> int:
     """Return the digest of all elements from the digests of disjoint parts."""
     return sum(parts) % _MODULUS
 
 
-def written(digest: int) -> str:
+def format_digest(digest: int) -> str:
     """Format a digest for a sidecar: 16 hexadecimal digits."""
     return f"{digest:016x}"
 
 
-def read(text: str) -> int:
+def parse_digest(text: str) -> int:
     """Parse a digest of a sidecar.
 
     Raises:
@@ -92,13 +91,13 @@ def read(text: str) -> int:
 
 
 @lru_cache(maxsize=4)
-def _multipliers(device: str) -> torch.Tensor:
+def _word_factors(device: str) -> torch.Tensor:
     """Return a factor for each word of a block."""
     return _scrambled(torch.arange(_BLOCK, device=device))
 
 
 @lru_cache(maxsize=1 << 16)
-def _scale(block: int) -> int:
+def _block_factor(block: int) -> int:
     """Return the common factor of all words of a block."""
     return int(_scrambled(torch.tensor(block)))
 

@@ -1,4 +1,4 @@
-"""Candidate packings of gradient buffers: by packing rules and parameter orders, or by the sidecar."""
+"""Proposed packings of gradient buffers: by packing rules and parameter orders, or by the sidecar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement
-from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
+from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, default_bucket_size, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder, registration_order
 from mcore_ckpt_ext.layout.quantized import QUANTIZED, is_quantized
@@ -17,13 +17,11 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 @dataclass(frozen=True)
 class Proposal:
-    """A candidate packing for each group, from one source of the order.
-
-    The packing is None if the source lacks some parameter.
+    """A packing for each group, from one source of the order.
 
     Attributes:
         label: the name of the source in messages.
-        packing_of: returns the packing of a group.
+        packing_of: returns the packing of a group; None if the source lacks some parameter.
         is_observed: whether it was recorded, or observed in a model; otherwise it is the order of a known layer spec.
         is_recorded: whether the sidecar recorded it.
     """
@@ -34,13 +32,13 @@ class Proposal:
     is_recorded: bool = False
 
 
-def order_proposal(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
+def propose_by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule) -> Proposal:
     """Return the packing that a rule derives from one parameter order."""
     is_observed = isinstance(order, ObservedOrder)
     return Proposal(order.label, lambda group: _packed(models, order, rule, group), is_observed)
 
 
-def sidecar_proposal(models: LocalModels, sidecar: Sidecar) -> Proposal:
+def propose_by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
     """Return the packing that was recorded when the checkpoint was written."""
     buckets = {(group.child, index): group.buckets for group in sidecar.groups for index in group.indices}
 
@@ -81,7 +79,7 @@ class PackedBuffer:
         return [0, *accumulate(bucket.numel_unpadded for bucket in self.buckets)][:-1]
 
 
-def packed_buffers(
+def pack_buffers(
     models: LocalModels, order: ParameterOrder, rule: PackingRule, rank: ModelRank, stages: Sequence[int]
 ) -> list[PackedBuffer] | None:
     """Return one optimizer's gradient buffers on a rank; None if the order or model's split is unknown."""
@@ -90,8 +88,7 @@ def packed_buffers(
         return None
     packed: list[PackedBuffer] = []
     for stage in stages:
-        last = (rank.pipeline, stage) == (models.layout.pipeline - 1, models.layout.virtual_pipeline - 1)
-        tied_copy = last and models.has_tied_copy and rank.expert is None
+        tied_copy = (rank.pipeline, stage) == models.layout.last_chunk and models.has_tied_copy and rank.expert is None
         registered = registration_order(names[stage], order, tied_copy)
         if registered is None:
             return None
@@ -106,7 +103,7 @@ def packed_buffers(
 
 
 def _packed(models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup) -> Packing | None:
-    buffers = packed_buffers(models, order, rule, group.rank, group.stages)
+    buffers = pack_buffers(models, order, rule, group.rank, group.stages)
     if buffers is None:
         return None
     packing: dict[BucketKey, list[Placement]] = {}
@@ -163,8 +160,8 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
     """Return the number of elements after which a bucket is closed, or None for a single bucket.
 
     Only the first chunk of the first stage is divided, and only if gradients are reduced during the backward pass
-    (distributed_data_parallel.py, core_v0.12 to 0.19). The default and `--ddp-num-buckets` are in
-    megatron/training/training.py, `get_model`.
+    (distributed_data_parallel.py, core_v0.12 to 0.19). `--ddp-num-buckets` is in megatron/training/training.py,
+    `get_model`.
     """
     arguments = models.arguments
     if (
@@ -180,4 +177,4 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
         return max(1, total // arguments.ddp_num_buckets)
     if arguments.ddp_bucket_size:
         return arguments.ddp_bucket_size
-    return max(40_000_000, 1_000_000 * models.layout.data * models.layout.context)
+    return default_bucket_size(models.layout.data * models.layout.context)
