@@ -72,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         exit_code = 0 if comparison.equal else 1
         if team.rank == 0:
             show = partial(_show, most=None if arguments.all else _SHOWN)
-            report(arguments, "diff", comparison, page=comparison_page, show=show, exit_code=exit_code)
+            page = partial(comparison_page, verdict=_conclusion(comparison))
+            report(arguments, "diff", comparison, page=page, show=show, exit_code=exit_code)
     return exit_code
 
 

@@ -110,7 +110,7 @@ def test_untrusted_names_stay_names(browser: str, tmp_path: Path, inspected: Ins
 
 
 def test_nothing_is_loaded_from_other_sites(inspected: Inspection) -> None:
-    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, True, None, (), (), ()))
+    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, True, None, (), (), ()), "equal")
     outside = re.findall(r"""(?:src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://[^"' ]+""", text)
     assert [found for found in outside if "www.w3.org/2000/svg" not in found] == []
     assert "default-src 'none'" in text
@@ -194,7 +194,7 @@ def test_untrusted_names_stay_names_in_a_comparison(browser: str, tmp_path: Path
         Account(not_looked_at=(unread,)),
         Account(not_looked_at=(unread,)),
     )
-    assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
+    assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found, HOSTILE), times=8)
 
 
 def text_of(dom: str) -> str:
