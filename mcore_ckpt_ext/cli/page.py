@@ -61,7 +61,7 @@ def verification_page(result: VerificationResult, verdict: str) -> str:
     return _page("verification.js", "verify", [result.path], {**asdict(result), "verdict": verdict})
 
 
-def check_place(path: Path) -> None:
+def check_page_file(path: Path) -> None:
     """Check, before anything is read, that a page may be written to a path.
 
     Raises:
@@ -84,7 +84,7 @@ def _is_page(path: Path) -> bool:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page atomically to a path that `check_place` has accepted.
+    """Write a page atomically to a path that `check_page_file` has accepted.
 
     Raises:
         DestinationError: the page cannot be written.

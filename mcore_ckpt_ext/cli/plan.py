@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt_ext.cli.assignments import ARGUMENT_HELP
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
-from mcore_ckpt_ext.cli.page import check_place, plan_page
+from mcore_ckpt_ext.cli.page import check_page_file, plan_page
 from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal, show_flags, show_sentences
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.shown_plan import FITS, HEADER, ShownPlan, shown_plan
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """List the layouts, or rehearse one; return 1 if none is accepted or fits, or the resume is refused."""
     check_rehearsal(arguments)
     if arguments.html is not None:
-        check_place(arguments.html)
+        check_page_file(arguments.html)
     if arguments.rehearse is not None:
         return run_rehearsal(arguments)
     from mcore_ckpt_ext.job.assignments import parse_assignments

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import alike, strip_numbers
+from mcore_ckpt_ext.cli.folding import group_by, strip_numbers
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
-from mcore_ckpt_ext.cli.page import check_place, verification_page
-from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.page import check_page_file, verification_page
+from mcore_ckpt_ext.cli.progress import progress_of
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and report the result."""
-    from mcore_ckpt_ext.cli.processes import the_team
+    from mcore_ckpt_ext.cli.processes import command_team
     from mcore_ckpt_ext.operations.check_results import verification_result
 
     if arguments.html is not None:
-        check_place(arguments.html)
-    with the_team(join=arguments.join) as team:
+        check_page_file(arguments.html)
+    with command_team(join=arguments.join) as team:
         is_measured = arguments.prometheus is not None and team.rank == 0
         verification = _measured(arguments, team) if is_measured else _verify(arguments, team)
         exit_code = _exit_code(verification)
@@ -84,7 +84,7 @@ def _verify(arguments: argparse.Namespace, team: Communicator) -> Verification:
         arguments.path,
         quick=arguments.quick,
         workers=arguments.workers,
-        progress=Progress() if team.rank == 0 else lambda done, total: None,
+        progress=progress_of(team),
         facts=facts_of(arguments),
         weights=arguments.weights,
         record=arguments.record,
@@ -136,7 +136,7 @@ def _show(verification: Verification, *, show_all: bool) -> None:
     )
     if verification.findings:
         heading("findings")
-        for findings in alike(verification.findings, _kind_of_finding):
+        for findings in group_by(verification.findings, _kind_of_finding):
             listed = findings if show_all or len(findings) <= _SHOWN + 1 else findings[:_SHOWN]
             for finding in listed:
                 line(f"  {finding.severity}, {finding.check}: {finding.where}: {finding.what}")
