@@ -62,17 +62,15 @@ class SingleProcess:
 ONE_PROCESS = SingleProcess()
 
 
-def run_on_all(communicator: Communicator, work: Callable[[], object]) -> None:
-    """Do some work everywhere, and return when it is done everywhere; the results are not exchanged.
+def run_on_all(communicator: Communicator, work: Callable[[], Result]) -> Result:
+    """Do some work everywhere; when it is done everywhere, return this one's result, which is not exchanged.
 
     Raises:
         CheckpointError: the work failed somewhere; on all of them.
     """
-
-    def do() -> None:
-        work()
-
-    communicator.agree(do)
+    results: list[Result] = []
+    communicator.agree(lambda: results.append(work()))
+    return results[0]
 
 
 def run_on_first(communicator: Communicator, work: Callable[[], object]) -> None:

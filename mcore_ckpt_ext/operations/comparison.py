@@ -35,7 +35,7 @@ from mcore_ckpt_ext.operations.comparison_result import (
 )
 from mcore_ckpt_ext.operations.content import index_of
 from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
-from mcore_ckpt_ext.operations.difference_map import MapBuilder, Tally
+from mcore_ckpt_ext.operations.difference_map import DifferenceCounts, MapBuilder
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, metadata_differences
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, strip_shifts
@@ -287,7 +287,7 @@ def _compare_tensor(
         return TensorDifference(kind, a.name, shapes, dtypes)
     row = prod(a.shape[1:])
     common = min(prod(a.shape), prod(b.shape))
-    tally = Tally(MapBuilder(a.shape) if pictures else None)
+    tally = DifferenceCounts(MapBuilder(a.shape) if pictures else None)
     for block in blocks((Region.whole(a.name, a.shape),), common):
         of_a = sides[0].read(kind, block)
         of_b = sides[1].read(kind, Slice((Region.whole(b.name, b.shape),), block.start, block.stop))

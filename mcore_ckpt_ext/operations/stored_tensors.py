@@ -7,9 +7,12 @@ from collections.abc import Callable
 from math import prod
 
 from mcore_ckpt_ext.errors import ContentError, counted
+from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.listing import About, ListedTensor, Listing
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.operations.content import Tally, count_values, judge
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.content import ValueCounts, count_values, odd_values
 from mcore_ckpt_ext.operations.findings import (
     CHECKSUMS,
     COMPLETE,
@@ -35,6 +38,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 
 _CHECKS: dict[About, str] = {"files": COMPLETE, "tensors": COVERED, "dtypes": DTYPES, "scales": SCALES}
+_NO_MODEL = "no supported model describes its name and shape"
 _NOT_A_NUMBER = 255
 """NaN in an exponent of two in a byte (E8M0, OCP Microscaling Formats 1.0)."""
 
@@ -56,6 +60,13 @@ def check_listing(listing: Listing, results: Results) -> None:
 def listed_bytes(listing: Listing) -> int:
     """Return the bytes of all tensors and archives."""
     return sum(map(_bytes_of, listing)) + sum(map(listing.reader.size, listing.archives))
+
+
+def account_without_model(listing: Listing) -> Account:
+    """Return the account of a folder of an unknown model: only described tensors have known shapes."""
+    left = [tensor for tensor in listing if tensor.name not in listing.described]
+    unread = tuple(UnreadState(tensor.name, WEIGHT, _bytes_of(tensor), _NO_MODEL) for tensor in left)
+    return Account(by_form=len(listing.tensors) - len(left), not_looked_at=unread)
 
 
 def check_stored_tensors(
@@ -176,7 +187,7 @@ class _ElementCheck:
         numel = prod(tensor.shape)
         crc = 0
         begin = payload.offset + tensor.first * size
-        tally = Tally()
+        tally = ValueCounts()
         wrong_scales = 0
         expected = _checksum_of(tensor)
         if whole is not None:
@@ -201,7 +212,7 @@ class _ElementCheck:
             message = f"{counted(wrong_scales, 'scale is', 'scales are')} negative, infinite or not a number"
             findings.append(error(SCALES, tensor.name, message, payload.file, begin))
         else:
-            findings.extend(judge(tensor.name, tally, payload.file, begin))
+            findings.extend(odd_values(tensor.name, tally, payload.file, begin))
         return findings
 
 

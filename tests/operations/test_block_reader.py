@@ -7,7 +7,7 @@ import torch
 
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from mcore_ckpt_ext.operations import content
-from mcore_ckpt_ext.operations.difference_map import Tally
+from mcore_ckpt_ext.operations.difference_map import DifferenceCounts
 from mcore_ckpt_ext.operations.reading import Rooms, threads
 
 INF, NAN = float("inf"), float("nan")
@@ -15,7 +15,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def counted(kind: str, values: list[float], dtype: torch.dtype = torch.float32) -> tuple[int, int, int]:
-    tally = content.Tally()
+    tally = content.ValueCounts()
     block = torch.cat([torch.ones(100_000), torch.tensor(values)]).to(dtype)
     content.count_values(kind, block, tally)
     return tally.nan, tally.infinite, tally.negative
@@ -39,13 +39,13 @@ def test_a_sum_that_overflows_is_no_finding() -> None:
 
 
 def test_an_empty_block_has_nothing_odd() -> None:
-    tally = content.Tally()
+    tally = content.ValueCounts()
     content.count_values(EXP_AVG_SQ, torch.empty(0), tally)
     assert (tally.nan, tally.infinite, tally.negative) == (0, 0, 0)
 
 
 def test_equal_bits_are_equal_and_signed_zeros_are_not() -> None:
-    tally = Tally()
+    tally = DifferenceCounts()
     tally.count(torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0]), 0)
     assert tally.different == 0
     tally.count(torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), 10)
