@@ -99,9 +99,9 @@ def _show(comparison: Comparison, most: int | None) -> None:
             line(f"  not compared: {row.keys} of {side}, {row.size}: {row.why}")
     for side, copies in (("A", comparison.differing_copies_a), ("B", comparison.differing_copies_b)):
         if copies:
-            from mcore_ckpt_ext.operations.replicas import in_words
+            from mcore_ckpt_ext.operations.replicas import differing_copies_note
 
-            line(f"  in {side}: {in_words(copies, len(copies))}")
+            line(f"  in {side}: {differing_copies_note(copies, len(copies))}")
     _show_settings(comparison)
     line()
     line(Painted(_verdict(comparison), GOOD if comparison.equal else BAD))

@@ -183,7 +183,10 @@ def compare_with_manifest(
 def compare_tensors_with_manifest(
     manifest: Manifest, source: TensorSource | None, digests: Digests, workers: Workers, results: Results
 ) -> None:
-    """Compare the tensors of a checkpoint with a manifest, not its files; for the arguments see `write_manifest`."""
+    """Compare the tensors of a checkpoint with a manifest, not its files.
+
+    For the arguments see `write_manifest`.
+    """
     if not manifest.has_tensors or source is None:
         message = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
         results.checks.append(Check(RECORDED_TENSORS, message, done=False))

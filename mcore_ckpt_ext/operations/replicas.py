@@ -85,10 +85,10 @@ def differing_copies_of(
     return [f"{kind} {name} ({places[0]})"] if places else []
 
 
-def in_words(found: Sequence[str], count: int) -> str:
+def differing_copies_note(tensors: Sequence[str], count: int) -> str:
     """Return a note about `count` tensors whose copies differ."""
-    more = "" if count == len(found) else f", and others: {count} in all"
-    return f"replicas of a tensor differ between ranks; the first is used: {join_some(found, 3)}{more}"
+    more = "" if count == len(tensors) else f", and others: {count} in all"
+    return f"replicas of a tensor differ between ranks; the first is used: {join_some(tensors, 3)}{more}"
 
 
 def _place(copy: Sequence[StoredSlice]) -> str:
