@@ -15,7 +15,7 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, MASTERS, VALUES, Check, Finding, Results, error, warning
-from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached
+from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, cached
 from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.operations.workers import Workers
@@ -82,7 +82,7 @@ class ContentCheck:
         # One thread, because the caller divides the blocks between threads.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
         self._sources = {WEIGHT: cached(checkpoint.weights)}
-        self._rooms = Rooms()
+        self._memory = BlockMemory()
         self._unreadable = unreadable
         self._digest_tensors = digest_tensors
         self._optimizer = checkpoint.optimizer if reads_state else None
@@ -155,7 +155,7 @@ class ContentCheck:
             report.findings += _findings(kind, name, region.sizes, tally)
 
     def _read(self, kind: str, target: Slice) -> torch.Tensor:
-        return read_slice(self._sources[kind], self._transfer, kind, target, allocate=self._rooms.of(kind))
+        return read_slice(self._sources[kind], self._transfer, kind, target, allocate=self._memory.allocator(kind))
 
     def _check_copies(self, kind: str, name: str, report: ParameterReport) -> None:
         for copy in compared_copies(self.checkpoint, kind, name, self._transfer):

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
-from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
+from mcore_ckpt_ext.operations.known_arguments import with_derived_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_arguments
@@ -167,7 +167,7 @@ def choose_for(
     if checkpoint is None:
         job = JobArguments.of(with_virtual_stages(arguments))
         return _chosen(job, table_of_arguments(job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
-    job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
+    job = with_derived_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
     return _chosen(job, table_of(checkpoint, job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
 
 
@@ -236,7 +236,7 @@ def _chosen(
 
 def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
     choice = candidate.choice
-    layout = candidate.choice.layout
+    layout = choice.layout
     keeps = layout.model_sizes() == old.model_sizes()
     micro, whole = batch_of(job)
     return ChosenLayout(
@@ -261,7 +261,7 @@ def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, g
 def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -> dict[str, Any]:
     """Return Megatron's arguments before validation: what it derives is left out."""
     choice = candidate.choice
-    layout = candidate.choice.layout
+    layout = choice.layout
     derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
     values = {name: value for name, value in arguments_of(candidate).items() if name not in derived}
     values |= dict.fromkeys(_STAGES)

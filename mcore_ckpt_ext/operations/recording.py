@@ -26,7 +26,7 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Check, Results, error
 from mcore_ckpt_ext.operations.integrity import digest_of_file
-from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cached
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory, blocks, cached
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -201,10 +201,10 @@ def compare_tensors_with_manifest(
     results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
 
 
-def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers: Workers) -> dict[str, str]:
+def file_digests(folder: Path, manifest: Path, computed: Mapping[str, str], workers: Workers) -> dict[str, str]:
     """Return the SHA-256 of a folder's files, by path in the folder, without the manifest itself.
 
-    Files that are not in `known` are read.
+    Files that are not in `computed` are read.
 
     Raises:
         UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
@@ -219,8 +219,8 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
         except OSError as problem:
             return problem
 
-    unread = [name for name in sizes if name not in known]
-    digests = {name: known[name] for name in sizes if name in known}
+    unread = [name for name in sizes if name not in computed]
+    digests = {name: computed[name] for name in sizes if name in computed}
     results = workers.map(digest, unread, sizes.__getitem__)
     for name, result in zip(unread, results, strict=True):
         if isinstance(result, OSError):
@@ -262,7 +262,7 @@ class _ModelTensors:
     def __init__(self, checkpoint: CheckpointView) -> None:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
         self._transfer = Transfer(checkpoint.reader, workers=1)
-        self._rooms = Rooms()
+        self._memory = BlockMemory()
         self._sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
         self._sources[WEIGHT] = cached(checkpoint.weights)
 
@@ -280,7 +280,7 @@ class _ModelTensors:
             raise UnreadableCheckpointError("a tensor is missing", where=f"{kind} {name}")
         hashed = TensorHash(kind, name, tensor.dtype, tensor.shape)
         for block in blocks((Region.whole(name, tensor.shape),)):
-            hashed.add(read_slice(source, self._transfer, kind, block, allocate=self._rooms.of(kind)))
+            hashed.add(read_slice(source, self._transfer, kind, block, allocate=self._memory.allocator(kind)))
         return hashed.digest
 
 

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.operations.findings import (
     error,
     warning,
 )
-from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory
 from mcore_ckpt_ext.operations.recording import STORED, Digests, FileHash, TensorHash
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
@@ -145,7 +145,7 @@ class _ElementCheck:
         self._advance = advance
         self._digest_tensors = digest_tensors
         self._transfer = Transfer(listing.reader, workers=1)
-        self._rooms = Rooms()
+        self._memory = BlockMemory()
 
     def archive(self, file: str) -> list[Finding]:
         """Compare the checksums of an archive."""
@@ -193,7 +193,7 @@ class _ElementCheck:
         if whole is not None:
             whole.read_until(begin)
         for start in range(0, numel, BLOCK_ELEMENTS):
-            block = self._rooms.of("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype.torch)
+            block = self._memory.allocator("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype.torch)
             data = memoryview(block.view(torch.uint8).numpy())
             self._reader.read_into(payload.file, begin + start * size, data)
             crc = crc32(data, crc) if expected is not None else crc

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparis
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.inspection_result import Inspection, StoredTensor
 from mcore_ckpt_ext.operations.layout_plan import plan
-from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
+from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from tests.harness.checkpoints import fixture_named
 
@@ -190,7 +190,7 @@ def test_untrusted_names_stay_names_in_a_comparison(browser: str, tmp_path: Path
         None,
         (kind,),
         (),
-        (MetadataDifference(HOSTILE, HOSTILE, "b"),),
+        (MetadataComparison(HOSTILE, HOSTILE, "b"),),
         Account(not_looked_at=(unread,)),
         Account(not_looked_at=(unread,)),
     )

@@ -8,7 +8,7 @@ import torch
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from mcore_ckpt_ext.operations import content
 from mcore_ckpt_ext.operations.difference_map import DifferenceCounts
-from mcore_ckpt_ext.operations.reading import Rooms, threads
+from mcore_ckpt_ext.operations.reading import BlockMemory, threads
 
 INF, NAN = float("inf"), float("nan")
 LARGEST = torch.finfo(torch.float32).max
@@ -53,14 +53,14 @@ def test_equal_bits_are_equal_and_signed_zeros_are_not() -> None:
 
 
 def test_a_thread_reads_into_memory_that_it_has_used() -> None:
-    rooms = Rooms()
-    large = rooms.of(WEIGHT)(1_000, torch.float32)
-    small = rooms.of(WEIGHT)(7, torch.bfloat16)
+    memory = BlockMemory()
+    large = memory.allocator(WEIGHT)(1_000, torch.float32)
+    small = memory.allocator(WEIGHT)(7, torch.bfloat16)
     assert (small.data_ptr(), small.shape, small.dtype) == (large.data_ptr(), (7,), torch.bfloat16)
-    other = rooms.of(EXP_AVG)(1_000, torch.float32)
+    other = memory.allocator(EXP_AVG)(1_000, torch.float32)
     assert other.data_ptr() != large.data_ptr()
     with threads(2) as pool:
-        (elsewhere,) = pool.map(lambda use: rooms.of(use)(1_000, torch.float32), [WEIGHT])
+        (elsewhere,) = pool.map(lambda use: memory.allocator(use)(1_000, torch.float32), [WEIGHT])
     assert elsewhere.data_ptr() != large.data_ptr()
 
 
