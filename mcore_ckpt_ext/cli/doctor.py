@@ -167,9 +167,8 @@ def _other_copies() -> Iterator[Line]:
     for folder, version in sorted(installed_copies(mcore_ckpt_ext.__name__).items()):
         if folder != _folder():
             same = version in (None, mcore_ckpt_ext.__version__)
-            description = (
-                f"{version or 'of unknown version'}, {folder}; keep one: pip uninstall {mcore_ckpt_ext.__name__}"
-            )
+            hint = f"keep one: pip uninstall {mcore_ckpt_ext.__name__}"
+            description = f"{version or 'of unknown version'}, {folder}; {hint}"
             yield Line("another copy", "note" if same else "FAILED", description)
 
 
@@ -235,11 +234,8 @@ def _hooks() -> Iterator[Line]:
         # Megatron appends the commit of any repository that contains its folder (megatron/core/package_info.py).
         version = f" ({status.version.partition('+')[0]})" if status.version else ""
         if status.state == "patched":
-            yield Line(
-                status.patch_point,
-                "ok",
-                f"patched{version}" + (f"; {status.reason}" if status.reason else ""),
-            )
+            reason = f"; {status.reason}" if status.reason else ""
+            yield Line(status.patch_point, "ok", f"patched{version}{reason}")
         elif status.state == "not needed":
             yield Line(status.patch_point, "ok", f"not needed{version}: {status.reason}")
         elif problem is not None and installed_version(framework) is None:

@@ -121,11 +121,8 @@ def _show(plan: LayoutPlan) -> None:
 
 def _show_layouts(plan: LayoutPlan, shown: ShownPlan) -> None:
     listed = len(plan.layouts)
-    heading(
-        f"layouts that Megatron accepts: {listed} of {plan.accepted}, best first"
-        if listed < plan.accepted
-        else f"layouts that Megatron accepts: {listed}, best first"
-    )
+    rest = f" of {plan.accepted}" if listed < plan.accepted else ""
+    heading(f"layouts that Megatron accepts: {listed}{rest}, best first")
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table((_painted(row)[:shown_columns] for row in shown.rows), header=HEADER[:shown_columns], right=(2, 4, 6))

@@ -92,11 +92,7 @@ def _show(rehearsal: Rehearsal) -> None:
     table(shown.facts)
     show_sentences(shown.remarks)
     if rehearsal.refusal is not None:
-        heading(
-            "this resume will be refused"
-            if not rehearsal.is_verbatim
-            else "this resume will be refused; the job prints"
-        )
+        heading(f"this resume will be refused{'; the job prints' if rehearsal.is_verbatim else ''}")
         for text in rehearsal.refusal.splitlines():
             line(Painted(text, BAD))
         return

@@ -82,14 +82,13 @@ def verification_result(verification: Verification) -> VerificationResult:
         Problem(finding.severity, IDS[finding.check], finding.where, finding.file, finding.offset, finding.what)
         for finding in verification.findings
     )
-    checks = tuple(_checks(verification))
     return VerificationResult(
         SCHEMA,
         verification.path,
         verification.iteration,
         verification.quick,
         verification.sound,
-        checks,
+        tuple(_checks(verification)),
         tuple(problems),
         verification.recorded,
         verification.account,

@@ -255,11 +255,9 @@ class _Side:
         """The number of vocabulary rows that are compared, in words."""
         tensor = self.source.logical_tensor(WEIGHT, word_embeddings_in(self.checkpoint.names(WEIGHT)) or "")
         stored = tensor.shape[0] if tensor else 0
-        return (
-            f"{self.rows} of {counted(stored, 'row')}, as many as the other has"
-            if self.rows not in (None, stored)
-            else "all"
-        )
+        if self.rows in (None, stored):
+            return "all"
+        return f"{self.rows} of {counted(stored, 'row')}, as many as the other has"
 
     def nbytes(self, kind: str, name: str) -> int:
         tensor = self.source.logical_tensor(kind, name)

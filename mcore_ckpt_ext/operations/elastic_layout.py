@@ -21,7 +21,6 @@ from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.choice import batch_of
 from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, choose
 from mcore_ckpt_ext.layout_choice.memory import Memory
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR
 from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
@@ -166,9 +165,22 @@ def choose_for(
     """
     if checkpoint is None:
         job = JobArguments.of(with_virtual_stages(arguments))
-        return _chosen(job, table_of_arguments(job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
-    job = with_derived_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
-    return _chosen(job, table_of(checkpoint, job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
+        table = table_of_arguments(job)
+    else:
+        job = with_derived_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
+        table = table_of(checkpoint, job)
+    if job.global_batch_size is None:
+        raise UsageError(
+            "a job without a global batch size cannot keep it",
+            expected="--global-batch-size",
+            hint="give it: without it, Megatron derives the batch from the number of GPUs",
+        )
+    old = ParallelLayout.from_arguments(job)
+    request = ElasticRequest(gpus, gpus_per_node, version, gpu_memory, recomputation_of(job, None), may_change_batch)
+    choice = choose(job, table, old, request, buffers_of(job, table, version))
+    if choice.chosen is None:
+        raise _refusal(choice, old, gpus, gpu_memory)
+    return _described(choice.chosen, job, old, gpus)
 
 
 def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict[str, Any]:
@@ -209,29 +221,6 @@ def with_virtual_stages(arguments: Mapping[str, object]) -> dict[str, Any]:
         virtual = layers // pipeline // per_stage
     values["virtual_pipeline_model_parallel_size"] = virtual if virtual and virtual > 1 and pipeline > 1 else None
     return values
-
-
-def _chosen(
-    job: JobArguments,
-    table: ModelTable,
-    version: Version,
-    gpus: int,
-    gpus_per_node: int,
-    gpu_memory: int | None,
-    may_change_batch: bool,
-) -> ChosenLayout:
-    if job.global_batch_size is None:
-        raise UsageError(
-            "a job without a global batch size cannot keep it",
-            expected="--global-batch-size",
-            hint="give it: without it, Megatron derives the batch from the number of GPUs",
-        )
-    old = ParallelLayout.from_arguments(job)
-    request = ElasticRequest(gpus, gpus_per_node, version, gpu_memory, recomputation_of(job, None), may_change_batch)
-    choice = choose(job, table, old, request, buffers_of(job, table, version))
-    if choice.chosen is None:
-        raise _refusal(choice, old, gpus, gpu_memory)
-    return _described(choice.chosen, job, old, gpus)
 
 
 def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:

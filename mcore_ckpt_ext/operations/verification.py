@@ -133,8 +133,8 @@ def verify(
     opens = partial(open_checkpoint, folder, facts=facts, weights=weights, index=stored)
     shared = Workers(team, workers)
     run = _Run(stored, quick, shared, progress, opens)
-    run.digests_tensors = record is not None or tensors_only
-    run.digests_files = record is not None or (against is not None and not tensors_only)
+    run.hashes_tensors = record is not None or tensors_only
+    run.hashes_files = record is not None or (against is not None and not tensors_only)
     run.results.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(stored)
@@ -175,8 +175,8 @@ class _Run:
         self.results = Results()
         self.source: TensorSource | None = None
         self.digests = Digests()
-        self.digests_tensors = False
-        self.digests_files = False
+        self.hashes_tensors = False
+        self.hashes_files = False
         self._quick = quick
         self._workers = workers
         self._progress = progress
@@ -234,8 +234,8 @@ class _Run:
                 self._workers,
                 counter.add,
                 self.results,
-                digest_tensors=self.digests_tensors and self.source is listing,
-                digest_files=self.digests_files,
+                digest_tensors=self.hashes_tensors and self.source is listing,
+                digest_files=self.hashes_files,
             )
             counter.finish()
 
@@ -299,7 +299,7 @@ class _Run:
         # Without an account there is damage that keeps the keys from being listed, and that other checks report.
         if checkpoint.optimizer_format and not reads_state and self.results.account is not None:
             self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
-        check = ContentCheck(checkpoint, reads_state, unreadable, confirmed, digest_tensors=self.digests_tensors)
+        check = ContentCheck(checkpoint, reads_state, unreadable, confirmed, digest_tensors=self.hashes_tensors)
         self.digests.tensors = check_parameters(check, self._workers, counter.add, results)
 
     def _check_known(self, checkpoint: CheckpointView, described: Collection[str]) -> None:
