@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.inspection import inspect
     from mcore_ckpt_ext.operations.inspection_result import BufferMap, Inspection, StoredFile, StoredTensor
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout, plan
-    from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
+    from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
     from mcore_ckpt_ext.operations.pipeline_map import Stage
     from mcore_ckpt_ext.operations.resumed_settings import Setting
     from mcore_ckpt_ext.operations.verification import verify
@@ -65,7 +65,7 @@ __all__ = [
     "DestinationError",
     "DifferenceMap",
     "Evidence",
-    "MetadataDifference",
+    "MetadataComparison",
     "Facts",
     "Finding",
     "FsdpDtensor",
@@ -129,7 +129,7 @@ _MODULES = {
     "DestinationError": "mcore_ckpt_ext.errors",
     "DifferenceMap": "mcore_ckpt_ext.operations.difference_map",
     "Evidence": "mcore_ckpt_ext.operations.versions",
-    "MetadataDifference": "mcore_ckpt_ext.operations.metadata_diff",
+    "MetadataComparison": "mcore_ckpt_ext.operations.metadata_comparison",
     "Setting": "mcore_ckpt_ext.operations.resumed_settings",
     "Facts": "mcore_ckpt_ext.job.facts",
     "Finding": "mcore_ckpt_ext.operations.findings",

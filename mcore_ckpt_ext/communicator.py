@@ -62,22 +62,20 @@ class SingleProcess:
 ONE_PROCESS = SingleProcess()
 
 
-def run_on_all(communicator: Communicator, work: Callable[[], object]) -> None:
-    """Do some work everywhere, and return when it is done everywhere; the results are not exchanged.
+def run_on_all(communicator: Communicator, work: Callable[[], Result]) -> Result:
+    """Do some work everywhere, and return this one's result when it is done everywhere.
 
     Raises:
         CheckpointError: the work failed somewhere; on all of them.
     """
-
-    def do() -> None:
-        work()
-
-    communicator.agree(do)
+    results: list[Result] = []
+    communicator.agree(lambda: results.append(work()))
+    return results[0]
 
 
-def run_on_first(communicator: Communicator, work: Callable[[], object]) -> None:
-    """Do some work on the first only; otherwise like `run_on_all`."""
-    run_on_all(communicator, work if communicator.rank == 0 else lambda: None)
+def run_on_first(communicator: Communicator, work: Callable[[], Result]) -> Result | None:
+    """Do some work on the first only, otherwise like `run_on_all`; the others return None."""
+    return run_on_all(communicator, lambda: work() if communicator.rank == 0 else None)
 
 
 def total(communicator: Communicator, count: int) -> int:

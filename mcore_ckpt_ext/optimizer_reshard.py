@@ -35,7 +35,7 @@ from mcore_ckpt_ext.megatron.live.reading import Reading
 from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions, changed_padding
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
-from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, in_words
+from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, differing_masters_note
 from mcore_ckpt_ext.planning.read_dedup import Spans
 
 
@@ -76,7 +76,7 @@ class Summary:
             f"{self.bytes_read / 1e6:,.1f} MB read, {counted(self.parameters, 'parameter')} {self.certainty} "
             f"({placed}), {self.seconds:.1f} s; iteration {self.iteration} was loaded"
             f"{self.vocabulary}{fresh if self.new else ''}{changed if self.changed else ''}"
-            f"{f'; {in_words(self.differing)}' if self.differing else ''}"
+            f"{f'; {differing_masters_note(self.differing)}' if self.differing else ''}"
             f"{f'; {self.account.sentence}' if self.account.sentence else ''}"
             f"{f'; {SIDECAR_FILE} is ignored: {self.sidecar_problem}' if self.sidecar_problem else ''}"
         )

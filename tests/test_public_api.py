@@ -27,7 +27,7 @@ PUBLIC = {
     "Canonical", "Facts", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of
     "BufferMap", "Check", "Checkpoint", "ChosenLayout", "Comparison", "DifferenceMap", "Evidence", "Finding",
-    "Inspection", "KindComparison", "LayoutPlan", "Memory", "MetadataDifference", "PaddingRows", "ParallelLayout",
+    "Inspection", "KindComparison", "LayoutPlan", "Memory", "MetadataComparison", "PaddingRows", "ParallelLayout",
     "PatchPointStatus", "PlannedLayout", "Region", "Report", "Resumption",
     "Setting", "Stage", "StoredFile", "StoredTensor", "TensorDifference", "TensorHandle", "UnreadState",
     "Verification", "Writer",

@@ -12,7 +12,7 @@ _FOLDERS = ("PATH", "SRC", "DST", "A", "B", "FOLDER")
 _FILES = ("FILE",)
 
 
-def script(parser: argparse.ArgumentParser, shell: str) -> str:
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return the completion script of a shell.
 
     Args:

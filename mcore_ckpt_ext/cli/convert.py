@@ -10,11 +10,11 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.cli.assignments import ARGUMENT_HELP
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import left_out_rows
+from mcore_ckpt_ext.cli.folding import unread_rows
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message, summarized
-from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message, summarize
+from mcore_ckpt_ext.cli.progress import progress_of
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import UsageError, counted, format_bytes
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="buffer memory of all threads together (default: 1GiB)",
     )
     for targets in sorted({option.targets for option in _OPTIONS}, key=lambda names: (len(names), names)):
-        group = parser.add_argument_group(f"only with {_spoken(targets)}")
+        group = parser.add_argument_group(f"only with {_flags_of(targets)}")
         for option in _OPTIONS:
             if option.targets == targets:
                 group.add_argument(option.flag, dest=option.field, default=argparse.SUPPRESS, **option.how)
@@ -150,20 +150,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--to is missing: the format to write", expected=f"one of {', '.join(TARGETS)}")
     if arguments.to is None:
         return _explain_targets()
-    from mcore_ckpt_ext.cli.processes import the_team
+    from mcore_ckpt_ext.cli.processes import command_team
 
     target = _target(arguments)
-    with the_team(join=arguments.join) as team:
-        report = _converted(arguments, target, team)
+    with command_team(join=arguments.join) as team:
+        report = _convert(arguments, target, team)
         if team.rank == 0 and arguments.json:
             print_result("convert", report, 0)
         elif team.rank == 0:
-            for text in _planned(report) if arguments.dry_run else _done(report):
+            for text in _dry_run_lines(report) if arguments.dry_run else _result_lines(report):
                 line(text)
-            for row in left_out_rows(report.account.not_looked_at):
+            for row in unread_rows(report.account.not_looked_at):
                 line(f"{'copied unchanged' if row.carried else 'left out'}: {row.keys}, {row.size}: {row.why}")
             for note in report.notes:
-                line(Painted(f"note: {summarized(note)}", REMARKABLE))
+                line(Painted(f"note: {summarize(note)}", REMARKABLE))
     return 0
 
 
@@ -189,20 +189,20 @@ def _target(arguments: argparse.Namespace) -> Target:
         if arguments.to not in option.targets:
             raise UsageError(
                 f"{option.flag} has no meaning for --to {arguments.to}",
-                expected=f"it belongs to {_spoken(option.targets)}",
+                expected=f"it belongs to {_flags_of(option.targets)}",
                 hint="leave it out, or choose another target",
             )
     chosen = {option.field: getattr(arguments, option.field) for option in given}
     return TARGETS[arguments.to](**chosen)
 
 
-def _spoken(targets: tuple[str, ...]) -> str:
+def _flags_of(targets: tuple[str, ...]) -> str:
     """Return targets as text: `--to a`, or `--to a or b`."""
     *others, last = targets
     return f"--to {', '.join(others)} or {last}" if others else f"--to {last}"
 
 
-def _converted(arguments: argparse.Namespace, target: Target, team: Communicator) -> Report:
+def _convert(arguments: argparse.Namespace, target: Target, team: Communicator) -> Report:
     from mcore_ckpt_ext.operations.conversion import convert
 
     return convert(
@@ -221,18 +221,18 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Communicator
         facts=facts_of(arguments),
         weights=arguments.weights,
         merge=arguments.merge,
-        progress=Progress() if team.rank == 0 else lambda done, total: None,
+        progress=progress_of(team),
         team=team,
     )
 
 
-def _planned(report: Report) -> Iterator[str]:
+def _dry_run_lines(report: Report) -> Iterator[str]:
     yield f"would write {report.destination}: {counted(report.files, 'file')}, {format_bytes(report.bytes_written)}"
     memory = format_bytes(report.peak_memory)
     yield f"would read {format_bytes(report.bytes_read)} of tensors, through {memory} of memory"
 
 
-def _done(report: Report) -> Iterator[str]:
+def _result_lines(report: Report) -> Iterator[str]:
     size = format_bytes(report.bytes_written)
     yield f"wrote {report.destination}: {counted(report.files, 'file')}, {size} in {report.seconds:.1f} s"
     if report.proven_elements:

@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import left_out_rows
+from mcore_ckpt_ext.cli.folding import unread_rows
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
-from mcore_ckpt_ext.cli.page import check_place, comparison_page
-from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.page import check_page_file, comparison_page
+from mcore_ckpt_ext.cli.progress import progress_of
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and report the differences."""
-    from mcore_ckpt_ext.cli.processes import the_team
+    from mcore_ckpt_ext.cli.processes import command_team
     from mcore_ckpt_ext.operations.comparison import compare
 
     if arguments.html is not None:
-        check_place(arguments.html)
-    with the_team(join=arguments.join) as team:
+        check_page_file(arguments.html)
+    with command_team(join=arguments.join) as team:
         comparison = compare(
             arguments.a,
             arguments.b,
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             facts=facts_of(arguments),
             weights=arguments.weights,
             workers=arguments.workers,
-            progress=Progress() if team.rank == 0 else lambda done, total: None,
+            progress=progress_of(team),
             pictures=arguments.html is not None,
             tensors_only=arguments.tensors_only,
             team=team,
@@ -72,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         exit_code = 0 if comparison.equal else 1
         if team.rank == 0:
             show = partial(_show, most=None if arguments.all else _SHOWN)
-            report(arguments, "diff", comparison, page=comparison_page, show=show, exit_code=exit_code)
+            page = partial(comparison_page, verdict=_verdict(comparison))
+            report(arguments, "diff", comparison, page=page, show=show, exit_code=exit_code)
     return exit_code
 
 
@@ -82,7 +83,7 @@ def _show(comparison: Comparison, most: int | None) -> None:
     facts = ((fact, "" if fact.a == fact.b else Painted("differs", REMARKABLE)) for fact in comparison.facts)
     table([(fact.what, fact.a, fact.b, verdict) for fact, verdict in facts], ("", "A", "B"))
     heading("tensors")
-    verdicts = [(kind, Painted(_verdict(kind), GOOD if kind.equal else BAD)) for kind in comparison.kinds]
+    verdicts = [(kind, Painted(_kind_verdict(kind), GOOD if kind.equal else BAD)) for kind in comparison.kinds]
     rows = [(kind.kind, kind.compared, f"{kind.elements:,}", verdict) for kind, verdict in verdicts]
     table(rows, ("", "compared", "elements", ""), right=[1, 2])
     for kind in comparison.kinds:
@@ -94,16 +95,16 @@ def _show(comparison: Comparison, most: int | None) -> None:
         if more:
             line(f"  and {more:,} more of {kind.kind}; --all lists them")
     for side, account in (("A", comparison.account_a), ("B", comparison.account_b)):
-        for row in left_out_rows(account.not_looked_at):
+        for row in unread_rows(account.not_looked_at):
             line(f"  not compared: {row.keys} of {side}, {row.size}: {row.why}")
     for side, copies in (("A", comparison.differing_copies_a), ("B", comparison.differing_copies_b)):
         if copies:
-            from mcore_ckpt_ext.operations.replicas import in_words
+            from mcore_ckpt_ext.operations.replicas import differing_copies_note
 
-            line(f"  in {side}: {in_words(copies, len(copies))}")
+            line(f"  in {side}: {differing_copies_note(copies, len(copies))}")
     _show_settings(comparison)
     line()
-    line(Painted(_conclusion(comparison), GOOD if comparison.equal else BAD))
+    line(Painted(_verdict(comparison), GOOD if comparison.equal else BAD))
 
 
 def _show_settings(comparison: Comparison) -> None:
@@ -116,7 +117,7 @@ def _show_settings(comparison: Comparison) -> None:
     table([(setting.name, setting.a, setting.b) for setting in differing], ("", "A", "B") if differing else ())
 
 
-def _conclusion(comparison: Comparison) -> str:
+def _verdict(comparison: Comparison) -> str:
     if comparison.equal:
         equal = "equal in every bit" if comparison.settings_equal is None else "equal in every bit, and in all settings"
         sides = (("A", comparison.account_a.sentence), ("B", comparison.account_b.sentence))
@@ -132,7 +133,7 @@ def _conclusion(comparison: Comparison) -> str:
     return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, but replicas within one checkpoint differ"
 
 
-def _verdict(kind: KindComparison) -> str:
+def _kind_verdict(kind: KindComparison) -> str:
     if kind.equal:
         return "equal"
     parts = ((kind.only_in_a, "only in A"), (kind.only_in_b, "only in B"), (kind.different, "different"))

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.copies import installed_copies
-from mcore_ckpt_ext.cli.folding import alike
+from mcore_ckpt_ext.cli.folding import group_by
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
-from mcore_ckpt_ext.cli.torch_plugins import failures_explained, is_registered
+from mcore_ckpt_ext.cli.torch_plugins import explain_import_failures, is_registered
 from mcore_ckpt_ext.errors import UsageError, counted, escape
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_result("doctor", report, 0 if report.healthy else 1)
     else:
-        joined = [[item] for item in lines] if arguments.all else alike(lines, _kind)
+        joined = [[item] for item in lines] if arguments.all else group_by(lines, _kind)
         table((_name(items), Painted(items[0].state, _STYLES[items[0].state]), items[0].found) for items in joined)
         line()
         if len(joined) < len(lines):
@@ -137,7 +137,7 @@ def _lines(save: Path | None) -> Iterator[Line]:
     yield from _other_copies()
     yield Line("python", "ok", f"{platform.python_version()}, {sys.executable}")
     try:
-        with failures_explained():
+        with explain_import_failures():
             import torch
     except Exception as error:  # noqa: BLE001 - doctor reports any error
         yield Line("torch", "FAILED", _import_failure(error))
@@ -167,9 +167,8 @@ def _other_copies() -> Iterator[Line]:
     for folder, version in sorted(installed_copies(mcore_ckpt_ext.__name__).items()):
         if folder != _folder():
             same = version in (None, mcore_ckpt_ext.__version__)
-            description = (
-                f"{version or 'of unknown version'}, {folder}; keep one: pip uninstall {mcore_ckpt_ext.__name__}"
-            )
+            hint = f"keep one: pip uninstall {mcore_ckpt_ext.__name__}"
+            description = f"{version or 'of unknown version'}, {folder}; {hint}"
             yield Line("another copy", "note" if same else "FAILED", description)
 
 
@@ -229,30 +228,27 @@ def _hooks() -> Iterator[Line]:
         module: _import_problem(module)
         for module in dict.fromkeys(name for patch_point in PATCH_POINTS for name in patch_point.modules)
     }
-    for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True):
-        problem = next(filter(None, (problems[module] for module in place.modules)), None)
-        framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.modules[0].startswith(prefix))
+    for patch_point, status in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True):
+        problem = next(filter(None, (problems[module] for module in patch_point.modules)), None)
+        framework = next(name for prefix, name in _DISTRIBUTIONS.items() if patch_point.modules[0].startswith(prefix))
         # Megatron appends the commit of any repository that contains its folder (megatron/core/package_info.py).
-        version = f" ({patch_point.version.partition('+')[0]})" if patch_point.version else ""
-        if patch_point.state == "patched":
-            yield Line(
-                patch_point.patch_point,
-                "ok",
-                f"patched{version}" + (f"; {patch_point.reason}" if patch_point.reason else ""),
-            )
-        elif patch_point.state == "not needed":
-            yield Line(patch_point.patch_point, "ok", f"not needed{version}: {patch_point.reason}")
+        version = f" ({status.version.partition('+')[0]})" if status.version else ""
+        if status.state == "patched":
+            reason = f"; {status.reason}" if status.reason else ""
+            yield Line(status.patch_point, "ok", f"patched{version}{reason}")
+        elif status.state == "not needed":
+            yield Line(status.patch_point, "ok", f"not needed{version}: {status.reason}")
         elif problem is not None and installed_version(framework) is None:
-            yield Line(patch_point.patch_point, "note", f"not installed: {problem}")
+            yield Line(status.patch_point, "note", f"not installed: {problem}")
         else:
-            yield Line(patch_point.patch_point, "FAILED", f"not patched{version}: {patch_point.reason or problem}")
+            yield Line(status.patch_point, "FAILED", f"not patched{version}: {status.reason or problem}")
 
 
 def _loops() -> Iterator[Line]:
     """Report for each training loop whether its own patch points and those of Megatron Core are patched."""
     states = [
-        (place.modules[0], patch_point.state)
-        for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True)
+        (patch_point.modules[0], status.state)
+        for patch_point, status in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True)
     ]
     for distribution, (loop, prefixes) in _LOOPS.items():
         version = installed_version(distribution)

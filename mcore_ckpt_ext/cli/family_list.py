@@ -17,15 +17,8 @@ def print_families() -> None:
     """Print the table of families, including those of other installed distributions."""
     rows = [_HEAD, *map(_row, FAMILIES)]
     rows += [
-        (
-            registration.model_type,
-            registration.class_name,
-            "(not loaded)",
-            "",
-            "",
-            f"registered by {registration.distribution}",
-        )
-        for registration in registered_here()
+        (family.model_type, family.class_name, "(not loaded)", "", "", f"registered by {family.distribution}")
+        for family in registered_here()
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
     for row in rows:

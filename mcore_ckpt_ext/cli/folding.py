@@ -22,7 +22,7 @@ def strip_numbers(text: str) -> str:
     return _NUMBER.sub("#", text)
 
 
-class LeftOut(NamedTuple):
+class _UnreadRow(NamedTuple):
     """Keys that were not looked at, which differ only in numbers: in words, their size, and the reason."""
 
     keys: str
@@ -31,18 +31,18 @@ class LeftOut(NamedTuple):
     carried: bool
 
 
-def left_out_rows(items: Iterable[UnreadState]) -> Iterator[LeftOut]:
+def unread_rows(items: Iterable[UnreadState]) -> Iterator[_UnreadRow]:
     """Yield a row for each key; keys that differ only in numbers share one, since there may be thousands."""
-    for group in alike(items, lambda item: (item.carried, item.why, strip_numbers(item.key))):
+    for group in group_by(items, lambda item: (item.carried, item.why, strip_numbers(item.key))):
         first = group[0]
         others = "" if len(group) == 1 else f" and {counted(len(group) - 1, 'similar key')}"
         size = format_bytes(sum(item.nbytes for item in group))
-        yield LeftOut(first.key + others, size, first.why or "unknown key", first.carried)
+        yield _UnreadRow(first.key + others, size, first.why or "unknown key", first.carried)
 
 
-def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Group items by kind; groups are in the order of their first item."""
+def group_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Group items by a key; groups are in the order of their first item."""
     groups: dict[Hashable, list[Item]] = defaultdict(list)
     for item in items:
-        groups[kind(item)].append(item)
+        groups[key(item)].append(item)
     return list(groups.values())

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import LostProcessError, format_error
 from mcore_ckpt_ext.settings import HEARTBEAT_TIMEOUT
 
 Result = TypeVar("Result")
-_LOOKS = 10
+_CHECKS = 10
 """Number of checks of the other processes during the timeout."""
 _PAUSE = 0.02
 _HINT = (
@@ -85,7 +85,7 @@ class Heartbeat:
         self._rank = rank
         self._size = size
         self._holder = holder
-        self._interval = HEARTBEAT_TIMEOUT.value / _LOOKS
+        self._interval = HEARTBEAT_TIMEOUT.value / _CHECKS
         self.names = [f"process {number}" for number in range(size)]
         self.names[rank] += f" on {socket.gethostname()} (pid {os.getpid()})"
         self._beats = 0
@@ -161,10 +161,10 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._left.wait(self._interval):
-            look = _run_in_thread(self._look)
-            for _ in range(_LOOKS):
+            check = _run_in_thread(self._beat_and_check)
+            for _ in range(_CHECKS):
                 try:
-                    problem = look.result(self._interval)
+                    problem = check.result(self._interval)
                     break
                 except TimeoutError:
                     continue
@@ -179,7 +179,7 @@ class Heartbeat:
             if problem:
                 self._interrupt(problem)
 
-    def _look(self) -> str | None:
+    def _beat_and_check(self) -> str | None:
         """Send a heartbeat, and check those of the others; return the reason to stop, if there is one."""
         self._beats += 1
         self._store.set(_alive(self._rank), str(self._beats))
@@ -192,9 +192,9 @@ class Heartbeat:
             if self._store.check([_ended(rank)]):
                 continue
             value = self._value(_alive(rank))
-            before, looks = self._heard[rank]
-            self._heard[rank] = value, looks + 1 if value == before else 0
-            if self._heard[rank][1] >= _LOOKS:
+            before, unchanged = self._heard[rank]
+            self._heard[rank] = value, unchanged + 1 if value == before else 0
+            if self._heard[rank][1] >= _CHECKS:
                 self._lost.add(rank)
                 problem = problem or f"{self.names[rank]} {_silent()}"
         return problem

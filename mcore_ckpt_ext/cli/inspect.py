@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import alike, left_out_rows, strip_numbers
+from mcore_ckpt_ext.cli.folding import group_by, strip_numbers, unread_rows
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, table
-from mcore_ckpt_ext.cli.page import check_place, inspection_page
+from mcore_ckpt_ext.cli.page import check_page_file, inspection_page
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.errors import counted, format_bytes
 from mcore_ckpt_ext.storage.paths import as_path
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mcore_ckpt_ext.operations.inspection import inspect
 
     if arguments.html is not None:
-        check_place(arguments.html)
+        check_page_file(arguments.html)
     inspection = inspect(
         arguments.path,
         buffers=arguments.html is not None or arguments.json,
@@ -101,7 +101,7 @@ def _show(inspection: Inspection, *, show_all: bool) -> None:
     _show_files(inspection, show_all=show_all)
     if inspection.account.not_looked_at:
         heading("not read")
-        table([(row.keys, row.size, row.why) for row in left_out_rows(inspection.account.not_looked_at)], right=[1])
+        table([(row.keys, row.size, row.why) for row in unread_rows(inspection.account.not_looked_at)], right=[1])
     heading("can be resumed by, optimizer included")
     table([(item.who, item.versions, item.layouts, item.note) for item in inspection.resumptions])
 
@@ -121,7 +121,7 @@ def _show_files(inspection: Inspection, *, show_all: bool) -> None:
     if show_all or len(inspection.files) <= _FILES_SHOWN:
         table((_file_row(file, with_names=show_all) for file in inspection.files), right=[2])
     else:
-        rows = [_folded_row(files) for files in alike(inspection.files, _kind_of_file)]
+        rows = [_folded_row(files) for files in group_by(inspection.files, _kind_of_file)]
         table(rows[:_FILES_SHOWN], right=[2])
         more = len(rows) - _FILES_SHOWN
         line(f"  {f'and {more:,} more; ' if more > 0 else ''}--all lists every file, with its tensors")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt_ext.cli.output import as_json_object, json_text
+from mcore_ckpt_ext.cli.output import json_text, print_json
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import DETAILS
 
@@ -25,7 +25,7 @@ ENVELOPE = ("schema", "command", "ok", "exit_code", "error")
 
 def print_result(command: str, result: DataclassInstance, exit_code: int) -> None:
     """Print the result of a command."""
-    as_json_object(_object(command, result, exit_code))
+    print_json(_object(command, result, exit_code))
 
 
 def check_result_file(path: Path, command: str) -> None:
@@ -76,7 +76,7 @@ def _object(command: str, result: DataclassInstance, exit_code: int) -> dict[str
 def print_error(command: str, exit_code: int, kind: str, message: str, details: Mapping[str, str]) -> None:
     """Print the error that ended a command; `kind` is the name of its public class."""
     error = {"kind": kind, "message": message, **{name: details.get(name) for name in DETAILS}}
-    as_json_object(_envelope(SCHEMAS.get(command, 1), command, exit_code, error))
+    print_json(_envelope(SCHEMAS.get(command, 1), command, exit_code, error))
 
 
 def wants_json(words: Sequence[str]) -> bool:

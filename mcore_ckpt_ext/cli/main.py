@@ -17,12 +17,12 @@ from typing_extensions import override
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.assignments import repeat_options
-from mcore_ckpt_ext.cli.completion import SHELLS, script
+from mcore_ckpt_ext.cli.completion import SHELLS, completion_script
 from mcore_ckpt_ext.cli.join import reports_errors
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.other_checkpoint import mention_non_persistent
 from mcore_ckpt_ext.cli.output import OutputError, error_message, flush_output, line, message
-from mcore_ckpt_ext.cli.torch_plugins import failures_explained
+from mcore_ckpt_ext.cli.torch_plugins import explain_import_failures
 from mcore_ckpt_ext.errors import CheckpointError, StorageError, UsageError, io_hint, shorten
 
 # Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is imported when
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
-        with failures_explained():
+        with explain_import_failures():
             arguments, unknown = parser_of(words).parse_known_args(repeat_options(words))
             if unknown:
                 is_option = unknown[0].startswith("-")
@@ -171,7 +171,7 @@ def _completion(words: Sequence[str]) -> int:
     """Print the completion script of a shell."""
     parser = parser_of(words, every=True)
     shell = parser.parse_args([*words, "doctor"]).print_completion  # any command, because the parser requires one
-    for text in script(parser, shell).splitlines():
+    for text in completion_script(parser, shell).splitlines():
         line(text)
     return DONE
 

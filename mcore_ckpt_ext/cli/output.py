@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import PurePath
 from typing import TextIO, TypeAlias
 
-from mcore_ckpt_ext.cli.terminal import fitted, terminal_width, wrapped
+from mcore_ckpt_ext.cli.terminal import fit_widths, terminal_width, wrap_lines
 from mcore_ckpt_ext.errors import DETAILS, escape
 from mcore_ckpt_ext.storage.store_path import StorePath
 
@@ -66,11 +66,11 @@ def message(text: str | Painted) -> None:
 
 _MOST_OF_MESSAGE = 400
 _MOST_OF_DETAIL = 240
-"""The number of characters above which a message is summarized, and to which its longest details are shortened."""
+"""The number of characters above which a message is summarize, and to which its longest details are shortened."""
 _ITEM_ENDS = ("; ", ", ", " ")
 
 
-def summarized(text: str, most: int = _MOST_OF_MESSAGE) -> str:
+def summarize(text: str, most: int = _MOST_OF_MESSAGE) -> str:
     """Shorten a text behind one of its items, and name the option that shows all of it."""
     if len(text) <= most:
         return text
@@ -85,9 +85,9 @@ def error_message(sentence: str, details: Mapping[str, str]) -> None:
     What was found and expected is shortened in a long message; the place and the hint never are.
     """
     if len(sentence) + sum(map(len, details.values())) > _MOST_OF_MESSAGE:
-        sentence = summarized(sentence)
+        sentence = summarize(sentence)
         long = {
-            label: summarized(details[label], _MOST_OF_DETAIL) for label in ("found", "expected") if label in details
+            label: summarize(details[label], _MOST_OF_DETAIL) for label in ("found", "expected") if label in details
         }
         details = {**details, **long}
     if sys.stderr is None or not sys.stderr.isatty():
@@ -108,15 +108,15 @@ def heading(text: str) -> None:
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
     """Write rows as indented columns; the columns with an index in `right` are right-aligned.
 
-    On a terminal the table fits its width: the widest columns are wrapped.
+    On a terminal the table fits its width: the widest columns are wrap_lines.
     """
     all_rows: list[Sequence[object]] = [*([[Painted(text, SOFT) for text in header]] if header else []), *rows]
     texts = [[escape(str(cell)) for cell in row] for row in all_rows]
     columns = list(zip_longest(*texts, fillvalue=""))
     terminal = terminal_width()
-    widths = fitted(columns, sys.maxsize if terminal is None else terminal - len(_GAP) * len(columns))
+    widths = fit_widths(columns, sys.maxsize if terminal is None else terminal - len(_GAP) * len(columns))
     for row, of_row in zip(all_rows, texts, strict=True):
-        cells = [wrapped(text, width) for text, width in zip(of_row, widths, strict=False)]
+        cells = [wrap_lines(text, width) for text, width in zip(of_row, widths, strict=False)]
         for parts in zip_longest(*cells, fillvalue=""):
             _write(sys.stdout, _columns(row, parts, widths, right))
 
@@ -132,7 +132,7 @@ def _columns(row: Sequence[object], texts: Sequence[str], widths: Sequence[int],
     return parts
 
 
-def as_json_object(content: dict[str, object]) -> None:
+def print_json(content: dict[str, object]) -> None:
     """Write an object as JSON, in one line."""
     _write(sys.stdout, [json_text(content)])
 
@@ -152,7 +152,7 @@ def _finite(value: object) -> object:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def is_colorful(stream: TextIO) -> bool:
+def _is_colorful(stream: TextIO) -> bool:
     """Return whether to use styles: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -161,7 +161,7 @@ def _write(stream: TextIO | None, parts: Sequence[str | Painted]) -> None:
     if stream is None:  # the caller closed it (`>&-`), and only needs the exit code
         return
     encoding = stream.encoding or "utf-8"
-    shows_styles = is_colorful(stream)
+    shows_styles = _is_colorful(stream)
     texts = []
     for part in parts:
         # Line breaks in names are escaped: the text after them would look like a line of this program.

@@ -30,19 +30,19 @@ _TITLE = "<title>mcore-ckpt</title>"
 _NAMED_BY = 2  # parts of a path: the run's folder and the iteration's
 
 
-def inspection_page(found: Inspection) -> str:
+def inspection_page(inspection: Inspection) -> str:
     """Return a page with the result of `inspect`."""
-    data = asdict(found)
+    data = asdict(inspection)
     # A tensor may be in many files, and its name is long: each name is stored once, and files refer to it by number.
     numbers: dict[str, int] = {}
     for file in data["files"]:
         file["tensors"] = [numbers.setdefault(name, len(numbers)) for name in file["tensors"]]
-    return _page("inspection.js", "inspect", [found.path], {**data, "names": list(numbers)})
+    return _page("inspection.js", "inspect", [inspection.path], {**data, "names": list(numbers)})
 
 
-def comparison_page(found: Comparison) -> str:
+def comparison_page(comparison: Comparison, verdict: str) -> str:
     """Return a page with the differences between two checkpoints, with a picture for each tensor."""
-    return _page("comparison.js", "diff", [found.a, found.b], asdict(found))
+    return _page("comparison.js", "diff", [comparison.a, comparison.b], {**asdict(comparison), "verdict": verdict})
 
 
 def plan_page(plan: LayoutPlan) -> str:
@@ -56,12 +56,12 @@ def rehearsal_page(rehearsal: Rehearsal) -> str:
     return _page("rehearsal.js", "plan", [rehearsal.path], {**asdict(rehearsal), "shown": shown})
 
 
-def verification_page(found: VerificationResult) -> str:
+def verification_page(result: VerificationResult, verdict: str) -> str:
     """Return a page with the checks of a checkpoint and their findings."""
-    return _page("verification.js", "verify", [found.path], asdict(found))
+    return _page("verification.js", "verify", [result.path], {**asdict(result), "verdict": verdict})
 
 
-def check_place(path: Path) -> None:
+def check_page_file(path: Path) -> None:
     """Check, before anything is read, that a page may be written to a path.
 
     Raises:
@@ -84,7 +84,7 @@ def _is_page(path: Path) -> bool:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page atomically to a path that `check_place` has accepted.
+    """Write a page atomically to a path that `check_page_file` has accepted.
 
     Raises:
         DestinationError: the page cannot be written.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt_ext.cli.assignments import ARGUMENT_HELP
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
-from mcore_ckpt_ext.cli.page import check_place, plan_page
+from mcore_ckpt_ext.cli.page import check_page_file, plan_page
 from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal, show_flags, show_sentences
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.shown_plan import FITS, HEADER, ShownPlan, shown_plan
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """List the layouts, or rehearse one; return 1 if none is accepted or fits, or the resume is refused."""
     check_rehearsal(arguments)
     if arguments.html is not None:
-        check_place(arguments.html)
+        check_page_file(arguments.html)
     if arguments.rehearse is not None:
         return run_rehearsal(arguments)
     from mcore_ckpt_ext.job.assignments import parse_assignments
@@ -121,11 +121,8 @@ def _show(plan: LayoutPlan) -> None:
 
 def _show_layouts(plan: LayoutPlan, shown: ShownPlan) -> None:
     listed = len(plan.layouts)
-    heading(
-        f"layouts that Megatron accepts: {listed} of {plan.accepted}, best first"
-        if listed < plan.accepted
-        else f"layouts that Megatron accepts: {listed}, best first"
-    )
+    rest = f" of {plan.accepted}" if listed < plan.accepted else ""
+    heading(f"layouts that Megatron accepts: {listed}{rest}, best first")
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table((_painted(row)[:shown_columns] for row in shown.rows), header=HEADER[:shown_columns], right=(2, 4, 6))

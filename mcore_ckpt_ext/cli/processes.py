@@ -31,7 +31,7 @@ _LONGEST = 0.1
 
 
 @contextmanager
-def the_team(*, join: bool = False) -> Iterator[Communicator]:
+def command_team(*, join: bool = False) -> Iterator[Communicator]:
     """Provide the processes that share this command: torchrun's, those to `join`, or only this one.
 
     RANK and WORLD_SIZE alone are not enough: the shell of a training pod has them, but its processes run the training.

@@ -6,17 +6,23 @@ import sys
 import time
 from collections.abc import Callable
 
+from mcore_ckpt_ext.communicator import Communicator
 from mcore_ckpt_ext.errors import format_bytes
 
 _TERMINAL_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
 
 
-def _spoken(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Return a duration as text: `40 s`, `3 min 20 s` or `2 h 5 min`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
     return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def progress_of(team: Communicator) -> Callable[[int, int], None]:
+    """Return a callback for (done, total) in bytes; only the first process shows its progress."""
+    return Progress() if team.rank == 0 else lambda done, total: None
 
 
 class Progress:
@@ -45,7 +51,7 @@ class Progress:
         left = (total - done) / rate if rate else 0.0
         share = 100 * done // max(total, 1)
         speed = f"{format_bytes(int(rate))}/s"
-        line = f"{share:3d} %  {format_bytes(done)} of {format_bytes(total)}, {speed}, {_spoken(left)} left"
+        line = f"{share:3d} %  {format_bytes(done)} of {format_bytes(total)}, {speed}, {_duration(left)} left"
         sys.stderr.write(f"\r{line:<78}" if self._terminal else f"{line}\n")
         if self._terminal and done == total:
             sys.stderr.write("\n")

@@ -54,7 +54,7 @@ def check_metrics_file(path: Path) -> None:
     """
     check_report(
         path,
-        _is_ours,
+        _is_metrics_file,
         what=_METRICS,
         conflict="--prometheus would overwrite something that is not a file of metrics",
         earlier="an earlier one of this option",
@@ -158,6 +158,6 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-def _is_ours(path: Path) -> bool:
+def _is_metrics_file(path: Path) -> bool:
     with path.open("rb") as stream:
         return stream.read(len(_BEGIN)) == _BEGIN.encode()

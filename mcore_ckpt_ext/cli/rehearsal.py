@@ -64,12 +64,12 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
 
 def run_rehearsal(arguments: argparse.Namespace) -> int:
     """Rehearse a resume, and return 1 if it would be refused."""
-    from mcore_ckpt_ext.cli.processes import the_team
+    from mcore_ckpt_ext.cli.processes import command_team
     from mcore_ckpt_ext.rehearsal.rehearse import rehearse
     from mcore_ckpt_ext.rehearsal.target import sizes_in
 
     sizes = sizes_in(" ".join(arguments.rehearse))
-    with the_team(join=arguments.join) as team:
+    with command_team(join=arguments.join) as team:
         rehearsal = rehearse(
             arguments.path,
             arguments.gpus,
@@ -92,11 +92,7 @@ def _show(rehearsal: Rehearsal) -> None:
     table(shown.facts)
     show_sentences(shown.remarks)
     if rehearsal.refusal is not None:
-        heading(
-            "this resume will be refused"
-            if not rehearsal.is_verbatim
-            else "this resume will be refused; the job prints"
-        )
+        heading(f"this resume will be refused{'; the job prints' if rehearsal.is_verbatim else ''}")
         for text in rehearsal.refusal.splitlines():
             line(Painted(text, BAD))
         return

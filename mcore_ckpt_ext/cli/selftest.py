@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the test, and report the results."""
     from mcore_ckpt_ext.cli.processes import connected
-    from mcore_ckpt_ext.cli.selftest_ranks import Team, require_shared_folder
+    from mcore_ckpt_ext.cli.selftest_ranks import SelftestRanks, require_shared_folder
     from mcore_ckpt_ext.selftest.machine import this_machine
 
     _check_paths(arguments)
@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = replace(this_machine(place.on_node), ranks=place.total)
     os.environ.update(variables_of_srun(os.environ))
     with connected(place.rank, place.total) as processes:
-        team = Team(place, processes, _PATIENCE_SECONDS)
-        return team.lead(partial(_test, machine, arguments)) if place.rank == 0 else team.follow()
+        ranks = SelftestRanks(place, processes, _PATIENCE_SECONDS)
+        return ranks.lead(partial(_test, machine, arguments)) if place.rank == 0 else ranks.follow()
 
 
 def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:

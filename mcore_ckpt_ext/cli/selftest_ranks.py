@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,7 +18,6 @@ from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.selftest.jobs import Order, read_results
 from mcore_ckpt_ext.selftest.launcher import PROGRAM, Ended, Ranks, free_port, start
 
-_FOR_EVER = float("inf")
 Wanted: TypeAlias = "tuple[str, int] | int"
 """What the first process wants of all: to run the order of a file, meeting at a port; or to end with an exit code."""
 
@@ -35,13 +35,13 @@ def require_shared_folder(place: Place, folder: Path | None) -> None:
         )
 
 
-class Team:
+class SelftestRanks:
     """The processes of all ranks; in each round, each runs the program of its rank with the same order."""
 
     def __init__(
         self, place: Place, processes: ConnectedProcesses, patience: float, program: Sequence[str] = PROGRAM
     ) -> None:
-        """Create the team of one process.
+        """Create the view of one process.
 
         Args:
             place: place of this process.
@@ -72,7 +72,7 @@ class Team:
             if isinstance(order, int):
                 return order
             path, port = order
-            self._run_rank(Path(path), port, lambda: 0, _FOR_EVER)
+            self._run_rank(Path(path), port, lambda: 0, inf)
 
     def _run_order(self, order: Order) -> Ended:
         path = order.write().resolve()

@@ -238,8 +238,6 @@ def _short_lived(memory: Memory) -> str:
 
 def _activations(plan: LayoutPlan) -> str:
     lacking = [name for name in ("seq_length", "hidden_size") if name in plan.unknown]
-    return (
-        f"not known without {lacking[0]}"
-        if lacking
-        else f"{format_bytes(plan.layouts[0].memory.activations)} (an estimate)"
-    )
+    if lacking:
+        return f"not known without {lacking[0]}"
+    return f"{format_bytes(plan.layouts[0].memory.activations)} (an estimate)"

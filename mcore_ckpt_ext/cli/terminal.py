@@ -21,7 +21,7 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if limited else None
 
 
-def fitted(columns: Sequence[Sequence[str]], available: int) -> list[int]:
+def fit_widths(columns: Sequence[Sequence[str]], available: int) -> list[int]:
     """Return the widths of columns of text that fit in `available` characters.
 
     The widest columns are reduced, but not below their longest word, unless it is very long.
@@ -41,7 +41,7 @@ def _least_width(column: Sequence[str]) -> int:
     return max([_LEAST, *(length for length in words if length <= _LONG)])
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap_lines(text: str, width: int) -> list[str]:
     """Wrap a text to lines of at most `width` characters; return at least one line."""
     if len(text) <= width:
         return [text]

@@ -14,7 +14,7 @@ _UNTIL_THEN = "; until then, TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 
 @contextmanager
-def failures_explained() -> Iterator[None]:
+def explain_import_failures() -> Iterator[None]:
     """Explain how to repair the environment if an entry point makes `import torch` fail in this block.
 
     torch replaces any error of an entry point by a RuntimeError that names the entry point. So the import fails in

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import alike, strip_numbers
+from mcore_ckpt_ext.cli.folding import group_by, strip_numbers
 from mcore_ckpt_ext.cli.join import add_join
-from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
-from mcore_ckpt_ext.cli.page import check_place, verification_page, write_page
-from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
+from mcore_ckpt_ext.cli.page import check_page_file, verification_page
+from mcore_ckpt_ext.cli.progress import progress_of
+from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import CheckpointError, counted
@@ -21,6 +21,7 @@ from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.communicator import Communicator
+    from mcore_ckpt_ext.operations.check_results import VerificationResult
     from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
 
 
@@ -55,25 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and report the result."""
-    from mcore_ckpt_ext.cli.processes import the_team
+    from mcore_ckpt_ext.cli.processes import command_team
+    from mcore_ckpt_ext.operations.check_results import verification_result
 
     if arguments.html is not None:
-        check_place(arguments.html)
-    with the_team(join=arguments.join) as team:
+        check_page_file(arguments.html)
+    with command_team(join=arguments.join) as team:
         is_measured = arguments.prometheus is not None and team.rank == 0
         verification = _measured(arguments, team) if is_measured else _verify(arguments, team)
-        if team.rank == 0 and arguments.html is not None:
-            from mcore_ckpt_ext.operations.check_results import verification_result
-
-            write_page(arguments.html, verification_page(verification_result(verification)))
-            message(f"wrote {arguments.html}")
-        if team.rank == 0 and arguments.json:
-            from mcore_ckpt_ext.operations.check_results import verification_result
-
-            print_result("verify", verification_result(verification), _exit_code(verification))
-        elif team.rank == 0:
-            _show(verification, show_all=arguments.all)
-    return _exit_code(verification)
+        exit_code = _exit_code(verification)
+        if team.rank == 0:
+            report(
+                arguments,
+                "verify",
+                verification_result(verification),
+                page=lambda result: verification_page(result, _verdict(verification)),
+                show=lambda _: _show(verification, show_all=arguments.all),
+                exit_code=exit_code,
+            )
+    return exit_code
 
 
 def _verify(arguments: argparse.Namespace, team: Communicator) -> Verification:
@@ -83,7 +84,7 @@ def _verify(arguments: argparse.Namespace, team: Communicator) -> Verification:
         arguments.path,
         quick=arguments.quick,
         workers=arguments.workers,
-        progress=Progress() if team.rank == 0 else lambda done, total: None,
+        progress=progress_of(team),
         facts=facts_of(arguments),
         weights=arguments.weights,
         record=arguments.record,
@@ -103,22 +104,22 @@ def _measured(arguments: argparse.Namespace, team: Communicator) -> Verification
     from mcore_ckpt_ext.operations.check_results import verification_result
 
     prometheus.check_metrics_file(arguments.prometheus)
-    file = arguments.prometheus.name
     begin = time.monotonic()
+
+    def write(exit_code: int, result: VerificationResult | None = None) -> None:
+        seconds = time.monotonic() - begin
+        disk = None if result is None else prometheus.disk_of(as_path(result.path))
+        text = prometheus.metrics(
+            arguments.path, exit_code, seconds, result, disk, quick=arguments.quick, file=arguments.prometheus.name
+        )
+        prometheus.write_metrics(arguments.prometheus, text)
+
     try:
         verification = _verify(arguments, team)
     except CheckpointError:
-        seconds = time.monotonic() - begin
-        text = prometheus.metrics(arguments.path, _UNREADABLE, seconds, quick=arguments.quick, file=file)
-        prometheus.write_metrics(arguments.prometheus, text)
+        write(_UNREADABLE)
         raise
-    seconds = time.monotonic() - begin
-    disk = prometheus.disk_of(as_path(verification.path))
-    result = verification_result(verification)
-    text = prometheus.metrics(
-        arguments.path, _exit_code(verification), seconds, result, disk, quick=verification.quick, file=file
-    )
-    prometheus.write_metrics(arguments.prometheus, text)
+    write(_exit_code(verification), verification_result(verification))
     return verification
 
 
@@ -135,22 +136,26 @@ def _show(verification: Verification, *, show_all: bool) -> None:
     )
     if verification.findings:
         heading("findings")
-        for findings in alike(verification.findings, _kind_of_finding):
+        for findings in group_by(verification.findings, _kind_of_finding):
             listed = findings if show_all or len(findings) <= _SHOWN + 1 else findings[:_SHOWN]
             for finding in listed:
                 line(f"  {finding.severity}, {finding.check}: {finding.where}: {finding.what}")
             if len(listed) < len(findings):
                 line(f"  and {len(findings) - len(listed):,} more like the last; --all lists them")
-    errors = sum(finding.severity == "error" for finding in verification.findings)
     line()
     if verification.recorded:
         line(f"recorded in {verification.recorded}")
+    line(Painted(_verdict(verification), GOOD if verification.sound else BAD))
+
+
+def _verdict(verification: Verification) -> str:
+    """Return the last line, which names keys that were not looked at."""
+    if not verification.sound:
+        errors = sum(finding.severity == "error" for finding in verification.findings)
+        return f"NOT SOUND: {counted(errors, 'error')}"
     depth = ": metadata only, data not read" if verification.quick else ""
-    if verification.sound:
-        rest = verification.account.sentence if verification.account else ""
-        line(Painted("; ".join(filter(None, (f"sound{depth}", rest))), GOOD))
-    else:
-        line(Painted(f"NOT SOUND: {counted(errors, 'error')}", BAD))
+    rest = verification.account.sentence if verification.account else ""
+    return "; ".join(filter(None, (f"sound{depth}", rest)))
 
 
 def _kind_of_finding(finding: Finding) -> tuple[str, str, str]:

@@ -32,7 +32,7 @@ from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, KINDS, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, derivation_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -317,6 +317,10 @@ class CheckpointView:
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
         return self._source(kind).stored(kind, name)
+
+    def copies(self, kind: str, name: str) -> Copies:
+        """Return the parts of a tensor, the copies of each part, and the slices that hold each copy."""
+        return (self.weights if kind == WEIGHT else self.optimizer).copies(kind, name)
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """Return the derivation of a tensor; None if it is stored."""

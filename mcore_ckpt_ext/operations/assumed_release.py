@@ -8,10 +8,10 @@ from mcore_ckpt_ext.operations.versions import writer_of
 from mcore_ckpt_ext.versions import KNOWN, Version, parse_version
 
 
-def release_of(checkpoint: CheckpointView, wanted: str | None) -> tuple[Version, str]:
+def release_of(checkpoint: CheckpointView, requested: str | None) -> tuple[Version, str]:
     """Return the release that will run, and where it is from: stated, installed, or the checkpoint's."""
-    if wanted is not None:
-        return version_number(wanted), "as stated"
+    if requested is not None:
+        return version_number(requested), "as stated"
     if is_installed():
         return version_number(None), "installed"
     written = parse_version(writer_of(checkpoint).version)

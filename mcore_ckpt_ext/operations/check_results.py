@@ -76,23 +76,22 @@ class VerificationResult:
     account: Account | None
 
 
-def verification_result(found: Verification) -> VerificationResult:
+def verification_result(verification: Verification) -> VerificationResult:
     """Return one result for each known check, and each finding with its check's id."""
     problems = (
         Problem(finding.severity, IDS[finding.check], finding.where, finding.file, finding.offset, finding.what)
-        for finding in found.findings
+        for finding in verification.findings
     )
-    checks = tuple(_checks(found))
     return VerificationResult(
         SCHEMA,
-        found.path,
-        found.iteration,
-        found.quick,
-        found.sound,
-        checks,
+        verification.path,
+        verification.iteration,
+        verification.quick,
+        verification.sound,
+        tuple(_checks(verification)),
         tuple(problems),
-        found.recorded,
-        found.account,
+        verification.recorded,
+        verification.account,
     )
 
 

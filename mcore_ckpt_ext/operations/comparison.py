@@ -35,10 +35,10 @@ from mcore_ckpt_ext.operations.comparison_result import (
 )
 from mcore_ckpt_ext.operations.content import index_of
 from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
-from mcore_ckpt_ext.operations.difference_map import MapBuilder, Tally
-from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, metadata_differences
+from mcore_ckpt_ext.operations.difference_map import DifferenceCounts, MapBuilder
+from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison, compare_metadata
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, strip_shifts
+from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, cached, strip_shifts
 from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
@@ -155,15 +155,15 @@ def _comparison(
     )
 
 
-def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataDifference]:
+def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataComparison]:
     a, b = sides
     rounded = [side.shifted() for side in sides]
     if any(rounded):
         values = (f"{counted(count, 'norm')}, when 1 is subtracted" if count else "nothing" for count in rounded)
-        yield MetadataDifference("rounded before", *values)
+        yield MetadataComparison("rounded before", *values)
     if a.rows or b.rows:
-        yield MetadataDifference("vocabulary compared", a.vocabulary, b.vocabulary)
-    yield from metadata_differences(a.checkpoint, b.checkpoint)
+        yield MetadataComparison("vocabulary compared", a.vocabulary, b.vocabulary)
+    yield from compare_metadata(a.checkpoint, b.checkpoint)
 
 
 def _differing_copies(side: _Side, kinds: Sequence[str], team: Communicator) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ class _Side:
         self.rows = rows
         self.source = cached(strip_shifts(checkpoint) if as_stored else checkpoint)
         self.transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
-        self._rooms = Rooms()
+        self._memory = BlockMemory()
         self.kinds = checkpoint.kinds()
         self._names = {kind: checkpoint.names(kind) for kind in self.kinds}
 
@@ -255,11 +255,9 @@ class _Side:
         """The number of vocabulary rows that are compared, in words."""
         tensor = self.source.logical_tensor(WEIGHT, word_embeddings_in(self.checkpoint.names(WEIGHT)) or "")
         stored = tensor.shape[0] if tensor else 0
-        return (
-            f"{self.rows} of {counted(stored, 'row')}, as many as the other has"
-            if self.rows not in (None, stored)
-            else "all"
-        )
+        if self.rows in (None, stored):
+            return "all"
+        return f"{self.rows} of {counted(stored, 'row')}, as many as the other has"
 
     def nbytes(self, kind: str, name: str) -> int:
         tensor = self.source.logical_tensor(kind, name)
@@ -274,7 +272,7 @@ class _Side:
         )
 
     def read(self, kind: str, target: Slice) -> torch.Tensor:
-        return read_slice(self.source, self.transfer, kind, target, allocate=self._rooms.of(kind))
+        return read_slice(self.source, self.transfer, kind, target, allocate=self._memory.allocator(kind))
 
 
 def _compare_tensor(
@@ -287,7 +285,7 @@ def _compare_tensor(
         return TensorDifference(kind, a.name, shapes, dtypes)
     row = prod(a.shape[1:])
     common = min(prod(a.shape), prod(b.shape))
-    tally = Tally(MapBuilder(a.shape) if pictures else None)
+    tally = DifferenceCounts(MapBuilder(a.shape) if pictures else None)
     for block in blocks((Region.whole(a.name, a.shape),), common):
         of_a = sides[0].read(kind, block)
         of_b = sides[1].read(kind, Slice((Region.whole(b.name, b.shape),), block.start, block.stop))

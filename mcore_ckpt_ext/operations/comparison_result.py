@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.operations.difference_map import DifferenceMap
-from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
+from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
 from mcore_ckpt_ext.operations.resumed_settings import Setting
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 
@@ -107,7 +107,7 @@ class Comparison(ShortRepr):
             comparison was restricted to kinds or tensors.
         kinds: the comparison of the tensors of each kind.
         settings: the settings that a resume restores.
-        facts: differences in metadata, which do not count for equality.
+        facts: metadata of both, which does not count for equality.
         account_a: what was done with each stored key of A.
         account_b: what was done with each stored key of B.
         missed: the number of keys that were not compared and should be: unknown ones, and weights of which the other
@@ -124,7 +124,7 @@ class Comparison(ShortRepr):
     settings_equal: bool | None
     kinds: tuple[KindComparison, ...]
     settings: tuple[Setting, ...]
-    facts: tuple[MetadataDifference, ...]
+    facts: tuple[MetadataComparison, ...]
     account_a: Account = field(default_factory=Account)
     account_b: Account = field(default_factory=Account)
     missed: int = 0

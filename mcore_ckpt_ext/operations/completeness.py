@@ -164,18 +164,18 @@ def check_index(
     for key, stored in index.objects.items():
         by_file[stored.file].append((stored.offset, stored.length, key))
     findings = []
-    failed = set()
+    unreadable = set()
     for file, records in sorted(by_file.items()):
         records.sort()
         if not _is_intact(reader, file, records) and (damage := list(_damage(reader, file, records, is_read))):
             findings += damage
-            failed.add(file)
+            unreadable.add(file)
     folder = reader.folder
     findings += _check_objects(str(folder), filter(is_read, index.objects))
     unknown = sorted(name for name in entry_names(folder) if name.endswith(RECORDS_SUFFIX) and name not in by_file)
     if unknown:
         findings.append(warning(COMPLETE, str(folder), f"files that are not in the index: {join_some(unknown)}"))
-    return findings, failed, len(by_file)
+    return findings, unreadable, len(by_file)
 
 
 def _check_objects(where: str, keys: Iterable[str]) -> Iterator[Finding]:

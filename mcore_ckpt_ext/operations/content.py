@@ -15,13 +15,14 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, MASTERS, VALUES, Check, Finding, Results, error, warning
-from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached
+from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, cached
 from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.manifest import TensorDigest
@@ -47,7 +48,7 @@ class ParameterReport:
 
 
 @dataclass
-class Tally:
+class ValueCounts:
     """Counts over the blocks of one tensor."""
 
     nan: int = 0
@@ -62,7 +63,7 @@ class ContentCheck:
 
     Args:
         checkpoint: the checkpoint; its packing, if it needs one, has been recovered.
-        state: True if its optimizer state can be read.
+        reads_state: True if its optimizer state can be read.
         unreadable: files that are known to be missing or truncated; their content is skipped.
         checksums: checksums to compare on the way, if any.
         digest_tensors: also compute the SHA-256 of each tensor.
@@ -71,23 +72,28 @@ class ContentCheck:
     def __init__(
         self,
         checkpoint: CheckpointView,
-        state: bool,
+        reads_state: bool,
         unreadable: set[str],
         checksums: Checksums | None = None,
         *,
         digest_tensors: bool = False,
     ) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         # One thread, because the caller divides the blocks between threads.
         self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1, checksums=checksums)
         self._sources = {WEIGHT: cached(checkpoint.weights)}
-        self._rooms = Rooms()
+        self._memory = BlockMemory()
         self._unreadable = unreadable
         self._digest_tensors = digest_tensors
-        self._optimizer = checkpoint.optimizer if state else None
+        self._optimizer = checkpoint.optimizer if reads_state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
             self._sources |= dict.fromkeys(self._optimizer.kinds, cached(self._optimizer))
+
+    def names(self) -> list[str]:
+        """Return all parameters with a weight or with state that can be read."""
+        with_state = () if self._optimizer is None else self._optimizer.names()
+        return list(dict.fromkeys([*self.checkpoint.names(WEIGHT), *with_state]))
 
     def check(self, name: str) -> ParameterReport:
         """Check all elements of one parameter.
@@ -119,13 +125,13 @@ class ContentCheck:
 
     def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:
         region = Region.whole(name, next(iter(held.values())).shape)
-        tallies = {kind: Tally() for kind in held}
+        tallies = {kind: ValueCounts() for kind in held}
         hashes = {
             kind: TensorHash(kind, name, tensor.dtype, tensor.shape)
             for kind, tensor in held.items()
             if self._digest_tensors
         }
-        master_check = check_at_stored_scales(self._checkpoint, [name], self._checkpoint.master_check, self._transfer)
+        master_check = check_at_stored_scales(self.checkpoint, [name], self.checkpoint.master_check, self._transfer)
         for target in blocks((region,)):
             values = {kind: self._read(kind, target) for kind in held}
             for kind, block in values.items():
@@ -135,7 +141,7 @@ class ContentCheck:
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
-                if self._checkpoint.masters_are_derived(name):
+                if self.checkpoint.masters_are_derived(name):
                     report.joined += target.numel
                     continue
                 if (mismatch := master_check.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
@@ -146,19 +152,19 @@ class ContentCheck:
                 report.compared += target.numel
         report.digests += [hashed.digest for hashed in hashes.values()]
         for kind, tally in tallies.items():
-            report.findings += _judge(kind, name, region.sizes, tally)
+            report.findings += _findings(kind, name, region.sizes, tally)
 
     def _read(self, kind: str, target: Slice) -> torch.Tensor:
-        return read_slice(self._sources[kind], self._transfer, kind, target, allocate=self._rooms.of(kind))
+        return read_slice(self._sources[kind], self._transfer, kind, target, allocate=self._memory.allocator(kind))
 
     def _check_copies(self, kind: str, name: str, report: ParameterReport) -> None:
-        for copy in compared_copies(self._checkpoint, kind, name, self._transfer):
+        for copy in compared_copies(self.checkpoint, kind, name, self._transfer):
             report.copied += copy.elements
             if copy.different:
                 elements = counted(copy.different, "element")
                 message = f"copy {copy.number} differs from the first in {elements} ({copy.places})"
-                judged = warning if is_left_by_offload(self._checkpoint, kind, name) else error
-                report.findings.append(judged(COPIES, f"{kind} {name}", message))
+                severity = warning if is_left_by_offload(self.checkpoint, kind, name) else error
+                report.findings.append(severity(COPIES, f"{kind} {name}", message))
 
     def _check_shifted(
         self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor], report: ParameterReport
@@ -197,33 +203,28 @@ class ContentCheck:
         return int(different.sum())
 
 
+def content_bytes(checkpoint: CheckpointView) -> int:
+    """Return the bytes of all weights, plus an estimate for the optimizer's state."""
+    tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
+    weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
+    numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
+    return weights + (numel * 12 if checkpoint.optimizer_format else 0)
+
+
 def check_parameters(
-    checkpoint: CheckpointView,
-    state: bool,
-    unreadable: set[str],
-    checksums: Checksums,
-    workers: Workers,
-    advance: Callable[[int], None],
-    results: Results,
-    *,
-    digest_tensors: bool = False,
+    content: ContentCheck, workers: Workers, advance: Callable[[int], None], results: Results
 ) -> list[TensorDigest]:
     """Check the elements of all parameters.
 
     Args:
-        checkpoint: an open checkpoint.
-        state: True if its optimizer state can be read.
-        unreadable: see `ContentCheck`.
-        checksums: see `ContentCheck`.
+        content: checks one parameter.
         workers: the threads that share the parameters.
         advance: called with the number of bytes that were read.
         results: receives findings and checks.
-        digest_tensors: see `ContentCheck`.
 
     Returns:
         The SHA-256 of each tensor, if requested.
     """
-    content = ContentCheck(checkpoint, state, unreadable, checksums, digest_tensors=digest_tensors)
 
     def check(name: str) -> ParameterReport:
         try:
@@ -234,13 +235,12 @@ def check_parameters(
         return report
 
     def size(name: str) -> int:
-        tensor = checkpoint.logical_tensor(WEIGHT, name)
+        tensor = content.checkpoint.logical_tensor(WEIGHT, name)
         return 1 if tensor is None else prod(tensor.shape)
 
-    names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
-    reports = workers.map(check, list(names), size)
+    reports = workers.map(check, content.names(), size)
     results.findings.extend(finding for report in reports for finding in report.findings)
-    results.checks.extend(_compared(checkpoint, reports))
+    results.checks.extend(_compared(content.checkpoint, reports))
     return [digest for report in reports for digest in report.digests]
 
 
@@ -267,7 +267,7 @@ def _compared(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) ->
     yield Check(VALUES, counted(sum(report.elements for report in reports), "element"))
 
 
-def count_values(kind: str, block: torch.Tensor, tally: Tally) -> None:
+def count_values(kind: str, block: torch.Tensor, tally: ValueCounts) -> None:
     """Count the values of a block that no training produces; for second moments also negative ones."""
     if not block.is_floating_point():
         return
@@ -281,17 +281,17 @@ def count_values(kind: str, block: torch.Tensor, tally: Tally) -> None:
         tally.negative += int((values < 0).sum())
 
 
-def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterator[Finding]:
+def _findings(kind: str, name: str, shape: tuple[int, ...], tally: ValueCounts) -> Iterator[Finding]:
     where = f"{kind} {name}"
     if tally.first is not None:
         position, master, weight = tally.first
         wrong = counted(tally.wrong, "master does not round to its weight", "masters do not round to their weights")
         message = f"{wrong}; the first is {master!r} for the weight {weight!r}"
         yield error(MASTERS, where, f"{message}, at {index_of(position, shape)}")
-    yield from judge(where, tally)
+    yield from odd_values(where, tally)
 
 
-def judge(where: str, tally: Tally, file: str | None = None, offset: int | None = None) -> Iterator[Finding]:
+def odd_values(where: str, tally: ValueCounts, file: str | None = None, offset: int | None = None) -> Iterator[Finding]:
     """Report values that no training produces; `file` and `offset`: the tensor's place, if it has one."""
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):

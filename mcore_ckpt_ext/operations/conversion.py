@@ -31,16 +31,16 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.coverage import raise_first_contradiction
 from mcore_ckpt_ext.operations.destination import checked_destination
-from mcore_ckpt_ext.operations.execution import LocalOutput, RemoteOutput
+from mcore_ckpt_ext.operations.execution import LocalExecution, RemoteExecution
 from mcore_ckpt_ext.operations.output_planning import lay_out
-from mcore_ckpt_ext.operations.replicas import differing_copies, in_words
+from mcore_ckpt_ext.operations.replicas import differing_copies, differing_copies_note
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.source_checks import source_findings
-from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
+from mcore_ckpt_ext.operations.source_state import FolderState, check_unchanged, folder_state, state_before
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.operations.unsupported_state import resolve_dropped_state
-from mcore_ckpt_ext.optimizers import tied_copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
+from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, differing_masters_note
 from mcore_ckpt_ext.planning.write_plan import Output
 from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 _BLOCKS_AT_ONCE = 4
 # The block is still in the cache when it is verified, digested and written; a smaller one would cost more planning.
 _CACHED_BYTES = 8 << 20
+_LEAST_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,59 +157,48 @@ def convert(
     target = target_of(target)
     drop = [drop] if isinstance(drop, str) else drop
     team = team or SingleProcess()
-    of_family = _family_named(family) if family else None
-    seen = state_before(as_path(source))
+    model_family = _family_named(family) if family else None
+    states = state_before(as_path(source))
     with accepting(accept_keys):
-        checkpoint = open_source(source, target, of_family, facts, weights, merge)
-    read = checkpoint.merged_from or [checkpoint]
-    folders = [*(view.folder for view in read), *([as_path(weights)] if weights is not None else [])]
-    before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
+        checkpoint = open_source(source, target, model_family, facts, weights, merge)
+    views = checkpoint.merged_from or [checkpoint]
+    folders = [*(view.folder for view in views), *([as_path(weights)] if weights is not None else [])]
+    states = {folder: states[folder] if folder in states else folder_state(folder) for folder in folders}
     with reraise_as_unreadable(checkpoint.folder):
-        for view in read:
+        for view in views:
             check_no_sharded_gates(view.arguments, str(view.folder))
         checkpoint, account = resolve_dropped_state(checkpoint, target, drop)
-        laid_out = lay_out(checkpoint, target, of_family)
+        laid_out = lay_out(checkpoint, target, model_family)
     output = with_digests(laid_out.output, laid_out.folder)
-    read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
-    read_from += map(as_path, target.reads)
-    place = checked_destination(destination, read_from, laid_out.folder)
+    inputs = [*folders, as_path(source), *([as_path(merge)] if merge is not None else []), *map(as_path, target.reads)]
+    place = checked_destination(destination, inputs, laid_out.folder)
+    reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
     with reraise_as_unreadable(checkpoint.folder):
-        lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
-        reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
+        lost = _checked_losses(checkpoint, accept_lost) if reads_optimizer else {}
         findings = [*source_findings(checkpoint, with_optimizer=reads_optimizer, incomplete=bool(lost))]
         raise_first_contradiction(checkpoint, (finding for finding in findings if finding.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)
-    largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
-    block_bytes = max(1 << 16, min(largest, memory_limit // (workers * _BLOCKS_AT_ONCE)))
-    filler = BlockReader(checkpoint, accept_lost)
-    differing: list[str] = []
     notes = [
         *output.notes,
         *_left_by_offload(checkpoint),
         *(_left_to_loader(checkpoint.arguments) if laid_out.reads_optimizer else []),
         *(f"{finding.where}: {finding.what}" for finding in findings),
-        *(note for folder in folders for note in _edited(folder)),
+        *(note for folder in states for note in _edited(folder)),
     ]
+    block_bytes = _block_bytes(checkpoint, output, memory_limit // workers)
+    reader = BlockReader(checkpoint, accept_lost)
     if not dry_run:
         with reraise_as_unreadable(checkpoint.folder):
-            differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
-        # Inodes and devices differ between machines that share the work, and after a restart.
-        states = [[entry[:3] for entry in state] for state in before]
-        identity = ([*map(str, folders)], states, target, family, accept_lost, sorted(drop), facts)
-        fingerprint = _fingerprint(identity, output)
-        make = RemoteOutput if is_remote(place.path) else LocalOutput
-        written = make(place, fingerprint, team, workers, block_bytes)
-
-        def unchanged() -> None:
-            for folder, state in zip(folders, before, strict=True):
-                check_unchanged(folder, state)
-
-        def check_readable() -> None:
-            _check_readable(written.folder, checkpoint, laid_out)
-
-        left = written.write(output, filler, (unchanged, check_readable), progress, force=force, resume=resume)
-        notes += [*differing, *left]
+            notes += _differing_copies(checkpoint, reads_optimizer, team)
+        identity = (*_identity_of_sources(states), target, family, accept_lost, sorted(drop), facts)
+        execute = RemoteExecution if is_remote(place.path) else LocalExecution
+        execution = execute(place, _fingerprint(identity, output), team, workers, block_bytes)
+        checks = (
+            lambda: check_unchanged(states),
+            lambda: _check_readable(execution.folder, checkpoint, laid_out),
+        )
+        notes += execution.write(output, reader, checks, progress, force=force, resume=resume)
     return Report(
         destination=place.path,
         files=len(output.files),
@@ -216,13 +206,27 @@ def convert(
         bytes_read=sum(record.nbytes for record in output.records),
         bytes_written=output.bytes_written,
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
-        proven_elements=total(team, filler.proven),
+        proven_elements=total(team, reader.proven),
         seconds=time.monotonic() - begun,
         notes=notes,
         lost=lost,
         account=account,
         how=checkpoint.master_check.relation if checkpoint.master_check.is_approximate else "round to their weights",
     )
+
+
+def _block_bytes(checkpoint: CheckpointView, output: Output, memory_of_worker: int) -> int:
+    """Return the largest size of a block, of which a worker has several at once."""
+    largest = BLOCK_BYTES if _reorders_elements(checkpoint, output) else _CACHED_BYTES
+    return max(_LEAST_BLOCK_BYTES, min(largest, memory_of_worker // _BLOCKS_AT_ONCE))
+
+
+def _identity_of_sources(states: Mapping[Path, FolderState]) -> tuple[object, ...]:
+    """Return what shows that two conversions have the same sources, on any machine.
+
+    Inodes and devices differ between machines that share the work, and after a restart.
+    """
+    return [*map(str, states)], [[entry[:3] for entry in state] for state in states.values()]
 
 
 def _left_to_loader(job: JobArguments) -> list[str]:
@@ -242,7 +246,7 @@ def _edited(folder: Path) -> list[str]:
     return [f"{folder / file.name} has changed since it was written: {file.what}" for file in changed]
 
 
-def _turns(checkpoint: CheckpointView, output: Output) -> bool:
+def _reorders_elements(checkpoint: CheckpointView, output: Output) -> bool:
     """Return True if matrices may be transposed or quantized, so that small blocks are slow to read.
 
     For merged weights it is False, because each number takes several times its own memory.
@@ -290,18 +294,18 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
 
 def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
     """Return a note if ranks hold different copies of one tensor; each process compares its share."""
-    kinds, notes = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
-    run_on_all(team, lambda: notes.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
-    count = total(team, len(notes))
-    return [in_words(notes, count)] if count else []
+    kinds = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,)
+    copies = run_on_all(team, lambda: differing_copies(checkpoint, kinds, (team.rank, team.size)))
+    count = total(team, len(copies))
+    return [differing_copies_note(copies, count)] if count else []
 
 
 def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
     """Return a note if copies of the word embeddings differ in the way that CPU offload permits."""
     if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
         return []
-    count = left_by_offload.differing_masters(checkpoint.optimizer, checkpoint.transfer)
-    return [left_by_offload.in_words(count)] if count else []
+    count = differing_masters(checkpoint.optimizer, checkpoint.transfer)
+    return [differing_masters_note(count)] if count else []
 
 
 def _check_digests(checkpoint: CheckpointView, team: Communicator) -> None:

@@ -30,12 +30,6 @@ _MOMENTS = frozenset({EXP_AVG, EXP_AVG_SQ})
 _OF_ADAM = _MOMENTS | {FP32_PARAM, PARAM_REMAINDER}
 
 
-def copies_of(checkpoint: CheckpointView, kind: str, name: str) -> Copies:
-    """Return the parts of a tensor, the copies of each part, and the slices that hold each copy."""
-    source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
-    return source.copies(kind, name)
-
-
 def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
     """Check that each copy is complete, and that the first copies of all parts cover each element once."""
     if _is_grid(tensor, parts):
@@ -96,7 +90,7 @@ def check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
             continue
         if tensor.dtype == contradicted:
             yield error(COVERED, f"{kind} {name}", f"it is stored as {tensor.dtype}, which the job does not train in")
-        yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))
+        yield from check_tensor(tensor, kind, checkpoint.copies(kind, name))
 
 
 def _other_precision(job: JobArguments) -> str | None:
@@ -147,13 +141,13 @@ def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
         yield from check_kind(checkpoint, kind)
     for buffers in optimizer.buffers:
         yield from check_groups(buffers)
-    yield from check_kinds(checkpoint)
+    yield from check_parameters_with_state(checkpoint)
     without = sorted(set(checkpoint.models.weights) - set(optimizer.names()))
     for name in without:
         yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
 
 
-def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
+def check_parameters_with_state(checkpoint: CheckpointView) -> Iterator[Finding]:
     """Check that parameters with optimizer state are the model's, with all kinds of their update rule.
 
     The other parameters and the parameter groups show which kinds belong together.
@@ -205,7 +199,7 @@ def check_stored_once(checkpoint: CheckpointView, kinds: Iterable[str]) -> Itera
     for kind in kinds:
         for name in checkpoint.names(kind):
             tensor = checkpoint.logical_tensor(kind, name)
-            parts = copies_of(checkpoint, kind, name)
+            parts = checkpoint.copies(kind, name)
             first = sum(stored.slice.numel for copies in parts for stored in copies[0])
             if tensor is not None and first > prod(tensor.shape):
                 yield from check_tensor(tensor, kind, parts)

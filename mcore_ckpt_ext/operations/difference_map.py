@@ -66,7 +66,7 @@ class MapBuilder:
 
 
 @dataclass
-class Tally:
+class DifferenceCounts:
     """Adds up the differences of two tensors' blocks.
 
     The counts are those of `TensorDifference`. `picture` receives the places of the differences, if one is requested;

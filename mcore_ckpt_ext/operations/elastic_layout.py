@@ -20,14 +20,13 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.choice import batch_of
 from mcore_ckpt_ext.layout_choice.elastic import ElasticResult, choose
-from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout
 from mcore_ckpt_ext.layout_choice.memory import Memory, bubble_fraction
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
-from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
+from mcore_ckpt_ext.operations.known_arguments import with_derived_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_arguments
@@ -166,9 +165,23 @@ def choose_for(
     """
     if checkpoint is None:
         job = JobArguments.of(with_virtual_stages(arguments))
-        return _chosen(job, table_of_arguments(job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
-    job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
-    return _chosen(job, table_of(checkpoint, job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
+        table = table_of_arguments(job)
+    else:
+        job = with_derived_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
+        table = table_of(checkpoint, job)
+    if job.global_batch_size is None:
+        raise UsageError(
+            "a job without a global batch size cannot keep it",
+            expected="--global-batch-size",
+            hint="give it: without it, Megatron derives the batch from the number of GPUs",
+        )
+    old = ParallelLayout.from_arguments(job)
+    request = SearchRequest(gpus, gpus_per_node, version, gpu_memory, recomputation=recomputation_of(job, None))
+    buffers = buffers_of(job, table, version)
+    result = choose(job, table, old, request, buffers, may_change_batch=may_change_batch)
+    if result.chosen is None:
+        raise _refusal(result, old, gpus, gpu_memory)
+    return _described(result.chosen, job, old, gpus)
 
 
 def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict[str, Any]:
@@ -211,33 +224,9 @@ def with_virtual_stages(arguments: Mapping[str, object]) -> dict[str, Any]:
     return values
 
 
-def _chosen(
-    job: JobArguments,
-    table: ModelTable,
-    version: Version,
-    gpus: int,
-    gpus_per_node: int,
-    gpu_memory: int | None,
-    may_change_batch: bool,
-) -> ChosenLayout:
-    if job.global_batch_size is None:
-        raise UsageError(
-            "a job without a global batch size cannot keep it",
-            expected="--global-batch-size",
-            hint="give it: without it, Megatron derives the batch from the number of GPUs",
-        )
-    old = ParallelLayout.from_arguments(job)
-    request = SearchRequest(gpus, gpus_per_node, version, gpu_memory, recomputation=recomputation_of(job, None))
-    buffers = buffers_of(job, table, version)
-    result = choose(job, table, old, request, buffers, may_change_batch=may_change_batch)
-    if result.chosen is None:
-        raise _refusal(result, old, gpus, gpu_memory)
-    return _described(result.chosen, job, old, gpus)
-
-
 def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
     choice = candidate.choice
-    layout = candidate.choice.layout
+    layout = choice.layout
     keeps = layout.model_sizes() == old.model_sizes()
     micro, whole = batch_of(job)
     return ChosenLayout(
@@ -262,7 +251,7 @@ def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, g
 def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -> dict[str, Any]:
     """Return Megatron's arguments before validation: what it derives is left out."""
     choice = candidate.choice
-    layout = candidate.choice.layout
+    layout = choice.layout
     derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
     values = {name: value for name, value in arguments_of(candidate).items() if name not in derived}
     values |= dict.fromkeys(_STAGES)

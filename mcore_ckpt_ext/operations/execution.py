@@ -23,7 +23,7 @@ Checks = tuple[Callable[[], None], Callable[[], None]]
 """Checks that the source has not changed, and that the output can be read."""
 
 
-class LocalOutput:
+class LocalExecution:
     """A temporary folder in the destination's parent, filled record by record, renamed when complete."""
 
     def __init__(
@@ -36,7 +36,7 @@ class LocalOutput:
         self.folder = self._publication.folder
 
     def write(
-        self, output: Output, filler: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
+        self, output: Output, reader: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
     ) -> list[str]:
         """Write everything, check it, and publish it.
 
@@ -45,31 +45,29 @@ class LocalOutput:
 
         Raises:
             DestinationError: the destination exists, or writing failed.
-            CheckpointError: `filler` or `checks` raised it.
+            CheckpointError: `reader` or `checks` raised it.
         """
         team = self._team
         publication = self._publication
-        notes: list[str] = []
         try:
             run_on_first(team, lambda: publication.open(force=force, resume=resume))
             run_on_all(team, publication.join)
             run_on_first(team, lambda: lay_out((file for file in output.files if not file.last), publication.content))
-            run_on_all(team, lambda: self._fill(output, filler, progress))
+            run_on_all(team, lambda: self._fill(output, reader, progress))
             # These files mark the checkpoint as complete.
             run_on_first(team, lambda: lay_out((file for file in output.files if file.last), publication.content))
             for check in checks:
                 run_on_first(team, check)
-            run_on_first(team, lambda: notes.extend(publication.publish()))
+            return run_on_first(team, publication.publish) or []
         finally:
             publication.close()
-        return notes
 
-    def _fill(self, output: Output, filler: BlockReader, progress: Progress) -> None:
+    def _fill(self, output: Output, reader: BlockReader, progress: Progress) -> None:
         """Write this process's share of the records.
 
         Records that an interrupted run finished are only checked.
         """
-        writer = RecordWriter(self._publication.content, filler.fill, self._workers, self._block_bytes)
+        writer = RecordWriter(self._publication.content, reader.fill, self._workers, self._block_bytes)
         done = self._publication.finished_records()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
 
@@ -82,11 +80,11 @@ class LocalOutput:
         counter = _counter(mine, left, progress)
         writer.write(left, self._publication.record_finished, counter.add)
         for record in {number: record for number, record in mine if number in done}.values():
-            filler.note_written(record)
-        filler.finish(self._workers)
+            reader.note_written(record)
+        reader.finish(self._workers)
 
 
-class RemoteOutput:
+class RemoteExecution:
     """Files made one at a time on the local disk and uploaded; the one that marks completion is last."""
 
     def __init__(
@@ -99,7 +97,7 @@ class RemoteOutput:
         self.folder = destination.path
 
     def write(
-        self, output: Output, filler: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
+        self, output: Output, reader: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
     ) -> list[str]:
         """Write everything; an existing remote folder is never replaced.
 
@@ -121,10 +119,10 @@ class RemoteOutput:
             left = [file for file in mine if done.get(file.name) != file.length]
             counter = _counter(_records(mine, records), _records(left, records), progress)
             for file in left:
-                self._make(file, records.get(file.name, []), filler, counter)
+                self._make(file, records.get(file.name, []), reader, counter)
             for _, record in _records([file for file in mine if file not in left], records):
-                filler.note_written(record)
-            filler.finish(self._workers)
+                reader.note_written(record)
+            reader.finish(self._workers)
 
         run_on_first(team, lambda: self._upload.open(resume=resume))
         run_on_all(team, self._upload.join)
@@ -134,23 +132,21 @@ class RemoteOutput:
         last = [file for file in output.files if file.last]
         try:
             for file in last:
-                run_on_first(team, lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
+                run_on_first(team, lambda file=file: self._make(file, [], reader, None))  # type: ignore[misc]  # bound at once
             run_on_first(team, check_readable)
         except BaseException:  # interrupts included
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])
             raise
-        notes: list[str] = []
-        run_on_first(team, lambda: notes.extend(self._upload.publish()))
-        return notes
+        return run_on_first(team, self._upload.publish) or []
 
     def _make(
-        self, file: OutputFile, records: Sequence[tuple[int, Record]], filler: BlockReader, counter: ByteCounter | None
+        self, file: OutputFile, records: Sequence[tuple[int, Record]], reader: BlockReader, counter: ByteCounter | None
     ) -> None:
         with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging, Folder.at(Path(staging)) as folder:
             lay_out([file], folder)
             if counter is not None:
-                writer = RecordWriter(folder, filler.fill, self._workers, self._block_bytes)
+                writer = RecordWriter(folder, reader.fill, self._workers, self._block_bytes)
                 writer.write(records, lambda number, crc: None, counter.add)
             self._upload.put(Path(staging) / file.name, file.name)
 

@@ -117,11 +117,11 @@ class Results:
         self.checks += other.checks
 
 
-def error(check: str, where: str, what: str, file: str | None = None, offset: int | None = None) -> Finding:
+def error(check: str, where: str, message: str, file: str | None = None, offset: int | None = None) -> Finding:
     """Make a finding about a problem."""
-    return Finding("error", check, where, what, file, offset)
+    return Finding("error", check, where, message, file, offset)
 
 
-def warning(check: str, where: str, what: str, file: str | None = None, offset: int | None = None) -> Finding:
+def warning(check: str, where: str, message: str, file: str | None = None, offset: int | None = None) -> Finding:
     """Make a finding about a remarkable fact."""
-    return Finding("warning", check, where, what, file, offset)
+    return Finding("warning", check, where, message, file, offset)

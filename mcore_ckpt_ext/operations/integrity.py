@@ -31,7 +31,7 @@ from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
-_MANIFEST_FILE = "integrity.json"
+_INTEGRITY_MANIFEST = "integrity.json"
 _ALGORITHM = "sha256"
 _HASH_BLOCK = 1 << 22
 _UNDETECTED = "a flipped bit of a moment is not detected"
@@ -66,13 +66,13 @@ def check_file_digests(folder: Path, results: Results) -> bool:
 
 
 class StoredChecksums:
-    """The checksums of a checkpoint's own bytes; `failed`: files that are missing or truncated."""
+    """The checksums of a checkpoint's own bytes; `unreadable`: files that are missing or truncated."""
 
-    def __init__(self, checkpoint: CheckpointView, failed: set[str]) -> None:
+    def __init__(self, checkpoint: CheckpointView, unreadable: set[str]) -> None:
         self._checkpoint = checkpoint
-        self._archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
-        self._arrays = [array for array in checkpoint.files.checked_arrays() if array.file not in failed]
-        self._manifest_bytes = manifest_bytes(checkpoint.folder)
+        self._archives = [archive for archive in checkpoint.archives() if archive[0] not in unreadable]
+        self._arrays = [array for array in checkpoint.files.checked_arrays() if array.file not in unreadable]
+        self._manifest_bytes = _integrity_manifest_bytes(checkpoint.folder)
 
     @property
     def _guarded(self) -> int:
@@ -85,17 +85,17 @@ class StoredChecksums:
 
     def check(self, confirmed: LenientChecksums, workers: Workers, advance: Advance, results: Results) -> None:
         """Compare all checksums except those in `confirmed`, which are known to be right."""
-        run_on_all(workers.team, lambda: read_rest(confirmed, workers.count))
+        run_on_all(workers.team, lambda: _read_rest(confirmed, workers.count))
         for verified, verified_records in workers.team.gather((confirmed.verified, confirmed.verified_records)):
             confirmed.add(verified, verified_records)
         if self._manifest_bytes:
-            results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance))
+            results.findings.extend(_check_integrity_manifest(self._checkpoint.folder, workers, advance))
             results.checks.append(Check(MANIFEST, f"SHA-256 of {counted(self._manifest_bytes, 'byte')}"))
         left = [archive for archive in self._archives if archive not in confirmed.verified]
         findings, unguarded = check_archives(self._checkpoint, left, workers, advance, confirmed)
         results.findings.extend(findings)
         bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.verified]
-        results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance))
+        results.findings.extend(_check_bare_arrays(self._checkpoint, bare, workers, advance))
         if guarded := self._guarded - unguarded:
             results.checks.append(Check(CHECKSUMS, f"CRC-32 of {counted(guarded, 'byte')}"))
         if unguarded and not self._manifest_bytes:
@@ -113,7 +113,7 @@ def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
     return any(isinstance(stored_slice.extent, RawArray) and stored_slice.extent.crc is None for stored_slice in stored)
 
 
-def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
+def _keys_of_archives(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
     """Return Megatron's keys for archives, by file and position, if the checkpoint has an index."""
     keys: dict[tuple[str, int], str] = {}
     index = checkpoint.format_reader.stored_index
@@ -138,7 +138,7 @@ def check_archives(
     Returns:
         The damaged archives, and the number of bytes in archives without checksums.
     """
-    keys = labels(checkpoint)
+    keys = _keys_of_archives(checkpoint)
 
     def check(archive: Archive) -> Finding | int:
         file, offset, length = archive
@@ -161,7 +161,7 @@ def check_archives(
     return damaged, sum(outcome for outcome in outcomes if not isinstance(outcome, Finding))
 
 
-def read_rest(confirmed: LenientChecksums, workers: int) -> None:
+def _read_rest(confirmed: LenientChecksums, workers: int) -> None:
     """Read the rest of records of which parts were read; `confirmed` then shows if they are right."""
     with ThreadPoolExecutor(workers) as pool:
         for compared in [pool.submit(compare) for compare in confirmed.rest()]:
@@ -169,7 +169,7 @@ def read_rest(confirmed: LenientChecksums, workers: int) -> None:
                 compared.result()
 
 
-def check_bare_arrays(
+def _check_bare_arrays(
     checkpoint: CheckpointView, arrays: Sequence[RawArray], workers: Workers, advance: Advance
 ) -> list[Finding]:
     """Compare the CRC-32 of every array that is stored as bare elements, if it has one."""
@@ -186,16 +186,16 @@ def check_bare_arrays(
     return _shared(workers, check, arrays, lambda array: array.length)
 
 
-def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Finding]:
+def _check_integrity_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Finding]:
     """Compare the SHA-256 of every file with `integrity.json` (`--verify-integrity`, since core_v0.18.0).
 
     Its content is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files in the same folder.
     Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
     megatron/core/dist_checkpointing/validation.py, core_v0.18.0 to 0.19.2.
     """
-    path = folder / _MANIFEST_FILE
+    path = folder / _INTEGRITY_MANIFEST
     try:
-        manifest = parse_json(read_file(folder, _MANIFEST_FILE))
+        manifest = parse_json(read_file(folder, _INTEGRITY_MANIFEST))
         algorithm = manifest.get("algorithm", _ALGORITHM)
         files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -224,11 +224,11 @@ def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Fin
     return _shared(workers, check, list(files.items()), size)
 
 
-def manifest_bytes(folder: Path) -> int:
-    """Estimate how many bytes `check_manifest` reads."""
-    if not (folder / _MANIFEST_FILE).exists():
+def _integrity_manifest_bytes(folder: Path) -> int:
+    """Estimate how many bytes `_check_integrity_manifest` reads."""
+    if not (folder / _INTEGRITY_MANIFEST).exists():
         return 0
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != _MANIFEST_FILE)
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != _INTEGRITY_MANIFEST)
 
 
 def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: None) -> str:

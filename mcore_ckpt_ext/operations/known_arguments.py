@@ -21,21 +21,21 @@ _NEEDED: Sequence[str] = (
 )
 
 
-def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobArguments:
-    """Return a job's arguments; the stored tensors show precision and kind of optimizer if not set.
+def with_derived_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobArguments:
+    """Return a job's arguments, with precision and kind of optimizer by the stored tensors if not set.
 
     Args:
         checkpoint: the checkpoint with the tensors.
         job: the arguments of the checkpoint and of the user.
     """
-    shown: dict[str, Any] = {}
+    derived: dict[str, Any] = {}
     if not (job.is_set("bf16") or job.is_set("fp16")):
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
-        shown = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
+        derived = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
     encodings = encodings_named(checkpoint.optimizer_format)
     if encodings and not job.is_set("use_distributed_optimizer"):
-        shown["use_distributed_optimizer"] = any(encoding.distributed for encoding in encodings)
-    return job.replace(**shown) if shown else job
+        derived["use_distributed_optimizer"] = any(encoding.distributed for encoding in encodings)
+    return job.replace(**derived) if derived else job
 
 
 def unknown_arguments(job: JobArguments) -> tuple[str, ...]:

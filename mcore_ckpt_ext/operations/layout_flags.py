@@ -18,17 +18,17 @@ from mcore_ckpt_ext.layout_choice.order import keeps_rows
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 
 
-def arguments_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def arguments_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return Megatron's arguments of a layout, as they are after parsing; see `flags_of`."""
-    choice = one.choice
-    layout = one.choice.layout
+    choice = candidate.choice
+    layout = choice.layout
     arguments: dict[str, Any] = {SIZE_ARGUMENTS[name]: size for name, size in layout.sizes().items()}
     arguments[SIZE_ARGUMENTS["virtual_pipeline"]] = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
     if choice.job.global_batch_size is not None:
         arguments |= {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}
     if choice.split:
         arguments |= dict(choice.split.arguments)
-    if divisor := _divisor(one):
+    if divisor := _divisor(candidate):
         arguments["make_vocab_size_divisible_by"] = divisor
     if _overrides_schedule(choice, changes):
         arguments["override_opt_param_scheduler"] = True
@@ -50,15 +50,15 @@ def _divisor(candidate: FoundLayout) -> int | None:
     return candidate.choice.table.padded_rows.divisor_for(candidate.choice.layout.tensor)
 
 
-def flags_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+def flags_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
     """Return the job's flags for a layout, as Megatron spells them.
 
     Args:
-        one: the layout.
+        candidate: the layout.
         changes: what the job changes besides, by the name of the argument.
     """
-    choice = one.choice
-    layout = one.choice.layout
+    choice = candidate.choice
+    layout = choice.layout
     sizes = {
         dimension.argument: getattr(layout, dimension.name)
         for dimension in sorted(OF_MODEL, key=lambda dimension: dimension.is_of_experts)
@@ -78,7 +78,7 @@ def flags_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})
             flags.append(f"{flag} '{value}'" if isinstance(value, str) else f"{flag} {value}")
     if choice.has_sequence_parallelism:
         flags.append("--sequence-parallel")
-    if (divisor := _divisor(one)) and "make_vocab_size_divisible_by" not in changes:
+    if (divisor := _divisor(candidate)) and "make_vocab_size_divisible_by" not in changes:
         flags.append(f"--make-vocab-size-divisible-by {divisor}")
     if choice.job.global_batch_size is None:
         return flags
@@ -93,9 +93,9 @@ def keeps_grid(layout: ParallelLayout, old: ParallelLayout) -> bool:
     return (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
 
 
-def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> list[str]:
+def notes_of(candidate: FoundLayout, job: JobArguments, keeps_random_state: bool) -> list[str]:
     """Return notes about what a layout changes for the user."""
-    choice = one.choice
+    choice = candidate.choice
     micro, whole = batch_of(job)
     notes = []
     if whole is None:
@@ -167,12 +167,12 @@ def _removed_recomputation(candidate: FoundLayout, job: JobArguments) -> list[st
 _STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
-def removed_flags_of(one: FoundLayout, job: JobArguments) -> list[str]:
+def removed_flags_of(candidate: FoundLayout, job: JobArguments) -> list[str]:
     """Return flags of the old job that contradict a layout, and that a new command line must not have.
 
     `validate_args` (megatron/training/arguments.py, core_v0.12.0 to 0.19.2) accepts one way of dividing the layers.
     """
-    choice = one.choice
+    choice = candidate.choice
     split = dict(choice.split.arguments) if choice.split else {}
     removed = {name: value for name in split if (value := job.value(name)) and value != split[name]}
     removed |= {name: value for name in _STAGE_FLAGS if isinstance(value := job.raw.get(name), int) and value > 0}
@@ -180,4 +180,4 @@ def removed_flags_of(one: FoundLayout, job: JobArguments) -> list[str]:
         removed.pop("num_virtual_stages_per_pipeline_rank", None)  # given again
     if job.raw.get("pipeline_model_parallel_layout") and not split.get("pipeline_model_parallel_layout"):
         removed.setdefault("pipeline_model_parallel_layout", "...")
-    return [f"--{name.replace('_', '-')}" for name in (*removed, *_removed_recomputation(one, job))]
+    return [f"--{name.replace('_', '-')}" for name in (*removed, *_removed_recomputation(candidate, job))]

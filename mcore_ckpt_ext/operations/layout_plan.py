@@ -30,7 +30,7 @@ from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
-from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
+from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_derived_arguments
 from mcore_ckpt_ext.operations.layout_flags import (
     arguments_of,
     flags_of,
@@ -199,7 +199,7 @@ def plan(
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         stated: Mapping[str, Any] = arguments or {}
-        job = with_shown_arguments(checkpoint, with_passed(checkpoint.arguments, stated))
+        job = with_derived_arguments(checkpoint, with_passed(checkpoint.arguments, stated))
         version, release_source = release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
@@ -207,7 +207,8 @@ def plan(
         sizes = _sizes_of(pins or {})
         recomputed = recomputation_of(job, recomputation)
         request = SearchRequest(gpus, gpus_per_node, version, gpu_memory, recomputation=recomputed, pins=sizes)
-        source, trained = "--gpu-memory", has_job(checkpoint, writer_of(checkpoint))
+        source = "--gpu-memory"
+        trained = has_job(checkpoint, writer_of(checkpoint))
         if gpu_memory is None and not trained:
             source = _NO_MEMORY
         elif gpu_memory is None:
@@ -288,7 +289,8 @@ def _planned(
     read_rate: int | None,
     data_samples: int | None,
 ) -> PlannedLayout:
-    choice, layout = candidate.choice, candidate.choice.layout
+    choice = candidate.choice
+    layout = choice.layout
     running = job.replace(**arguments_of(candidate))
     is_moved = bool(placement_changes(job, running))
     keeps = keeps_grid(layout, ParallelLayout.from_arguments(job))

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.layout_choice.search import Search, search
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
-from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
+from mcore_ckpt_ext.operations.known_arguments import with_derived_arguments
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.versions import NEWEST, Version
 
@@ -70,7 +70,7 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
         "expert_tensor": layout.expert_tensor,
     }
     model_ranks = lcm(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
-    model = with_shown_arguments(checkpoint, checkpoint.arguments)
+    model = with_derived_arguments(checkpoint, checkpoint.arguments)
     pattern = model.hybrid_layer_pattern or ""
     stages = layout.pipeline * sizes["virtual_pipeline"]
     if pattern and pattern.count("|") + 1 != stages:

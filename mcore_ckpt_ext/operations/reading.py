@@ -53,13 +53,13 @@ def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Sl
         yield Slice(regions, start, min(start + BLOCK_ELEMENTS, end))
 
 
-class Rooms:
-    """Memory for blocks, reused by each thread: new pages would cost more than reading into them."""
+class BlockMemory:
+    """Memory that each thread reuses for its blocks: new pages would cost more than reading into them."""
 
     def __init__(self) -> None:
         self._memory = threading.local()
 
-    def of(self, use: str) -> Callable[[int, torch.dtype], torch.Tensor]:
+    def allocator(self, use: str) -> Callable[[int, torch.dtype], torch.Tensor]:
         """Return an allocator for one use.
 
         It overwrites what it returned before for that use in the same thread.

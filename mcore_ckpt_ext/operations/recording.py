@@ -26,7 +26,7 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Check, Results, error
 from mcore_ckpt_ext.operations.integrity import digest_of_file
-from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cached
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory, blocks, cached
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -39,11 +39,11 @@ STORED = "stored"
 """The kind of tensors that are recorded as they are stored, because their model is unknown."""
 Key = tuple[str, str]
 """Kind and name of a tensor."""
-Content = CheckpointView | Listing
+TensorSource = CheckpointView | Listing
 """The source of tensors: an open checkpoint, or the stored tensors of a folder whose model is unknown."""
 
 
-def check_destination(path: Path) -> None:
+def check_manifest_path(path: Path) -> None:
     """Refuse to write a manifest over another file.
 
     Raises:
@@ -116,13 +116,13 @@ class Digests:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def record(path: Path, folder: Path, content: Content, digests: Digests, workers: Workers) -> None:
+def write_manifest(path: Path, folder: Path, source: TensorSource, digests: Digests, workers: Workers) -> None:
     """Write the manifest of a checkpoint, atomically.
 
     Args:
         path: the manifest; if it lies in the checkpoint's folder, it does not list itself.
         folder: the checkpoint's folder.
-        content: its tensors.
+        source: its tensors.
         digests: digests of files and tensors that have been read already.
         workers: the threads that share the reading; the first process writes.
 
@@ -131,15 +131,15 @@ def record(path: Path, folder: Path, content: Content, digests: Digests, workers
         DestinationError: the manifest cannot be written.
     """
     files = file_digests(folder, path, digests.files, workers)
-    manifest = Manifest(files, tuple(tensor_digests(content, digests.tensors, workers)))
+    manifest = Manifest(files, tuple(tensor_digests(source, digests.tensors, workers)))
     run_on_first(workers.team, lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
 
 
-def compare(
+def compare_with_manifest(
     manifest: Manifest,
     path: Path,
     folder: Path,
-    content: Content | None,
+    source: TensorSource | None,
     digests: Digests,
     workers: Workers,
     results: Results,
@@ -152,7 +152,7 @@ def compare(
         manifest: the recorded digests.
         path: the manifest's path; if it lies in the folder, it is no file of the checkpoint.
         folder: the checkpoint's folder.
-        content: its tensors; None if it cannot be opened.
+        source: its tensors; None if it cannot be opened.
         digests: digests of files and tensors that have been read already.
         workers: the threads that share the reading; each process has all results.
         results: receives findings and checks.
@@ -174,34 +174,37 @@ def compare(
         results.findings.append(error(RECORDED_FILES, str(folder / name), "it is not recorded", name))
     results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {counted(len(manifest.files), 'file')}"))
     if len(results.findings) > before or not files_suffice:
-        compare_tensors(manifest, content, digests, workers, results)
+        compare_tensors_with_manifest(manifest, source, digests, workers, results)
     elif manifest.has_tensors:
         message = f"{counted(len(manifest.tensors), 'tensor')}, in files that are as recorded"
         results.checks.append(Check(RECORDED_TENSORS, message))
 
 
-def compare_tensors(
-    manifest: Manifest, content: Content | None, digests: Digests, workers: Workers, results: Results
+def compare_tensors_with_manifest(
+    manifest: Manifest, source: TensorSource | None, digests: Digests, workers: Workers, results: Results
 ) -> None:
-    """Compare the tensors of a checkpoint with a manifest, not its files; for the arguments see `record`."""
-    if not manifest.has_tensors or content is None:
+    """Compare the tensors of a checkpoint with a manifest, not its files.
+
+    For the arguments see `write_manifest`.
+    """
+    if not manifest.has_tensors or source is None:
         message = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
         results.checks.append(Check(RECORDED_TENSORS, message, done=False))
         return
     try:
-        digests_of_tensors = tensor_digests(content, digests.tensors, workers)
+        digests_of_tensors = tensor_digests(source, digests.tensors, workers)
     except UnreadableCheckpointError as problem:
-        results.findings.append(error(RECORDED_TENSORS, str(content.folder), str(problem)))
+        results.findings.append(error(RECORDED_TENSORS, str(source.folder), str(problem)))
         return
     for tensor, message in differing_tensors(manifest.tensors, digests_of_tensors):
         results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
     results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
 
 
-def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers: Workers) -> dict[str, str]:
+def file_digests(folder: Path, manifest: Path, computed: Mapping[str, str], workers: Workers) -> dict[str, str]:
     """Return the SHA-256 of a folder's files, by path in the folder, without the manifest itself.
 
-    Files that are not in `known` are read.
+    Files that are not in `computed` are read.
 
     Raises:
         UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
@@ -216,8 +219,8 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
         except OSError as problem:
             return problem
 
-    unread = [name for name in sizes if name not in known]
-    digests = {name: known[name] for name in sizes if name in known}
+    unread = [name for name in sizes if name not in computed]
+    digests = {name: computed[name] for name in sizes if name in computed}
     results = workers.map(digest, unread, sizes.__getitem__)
     for name, result in zip(unread, results, strict=True):
         if isinstance(result, OSError):
@@ -226,7 +229,7 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
     return digests
 
 
-def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: Workers) -> list[TensorDigest]:
+def tensor_digests(source: TensorSource, digests: Sequence[TensorDigest], workers: Workers) -> list[TensorDigest]:
     """Return the SHA-256 of each tensor, in model space for a checkpoint.
 
     Tensors that are not in `digests` are read.
@@ -234,13 +237,13 @@ def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: W
     Raises:
         UnreadableCheckpointError: a tensor cannot be read; on every process.
     """
-    tensors = _StoredTensors(content) if isinstance(content, Listing) else _ModelTensors(content)
+    tensors = _StoredTensors(source) if isinstance(source, Listing) else _ModelTensors(source)
     digest_by_key = {(hashed.kind, hashed.name): hashed for hashed in digests}
     unread = [key for key in tensors.keys if key not in digest_by_key]
 
     def digest(key: Key) -> TensorDigest | str:
         try:
-            with reraise_as_unreadable(content.folder):
+            with reraise_as_unreadable(source.folder):
                 return tensors.digest(key)
         except ContentError as problem:
             return str(problem)
@@ -259,7 +262,7 @@ class _ModelTensors:
     def __init__(self, checkpoint: CheckpointView) -> None:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
         self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
-        self._rooms = Rooms()
+        self._memory = BlockMemory()
         self._sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
         self._sources[WEIGHT] = cached(checkpoint.weights)
 
@@ -277,7 +280,7 @@ class _ModelTensors:
             raise UnreadableCheckpointError("a tensor is missing", where=f"{kind} {name}")
         hashed = TensorHash(kind, name, tensor.dtype, tensor.shape)
         for block in blocks((Region.whole(name, tensor.shape),)):
-            hashed.add(read_slice(source, self._transfer, kind, block, allocate=self._rooms.of(kind)))
+            hashed.add(read_slice(source, self._transfer, kind, block, allocate=self._memory.allocator(kind)))
         return hashed.digest
 
 

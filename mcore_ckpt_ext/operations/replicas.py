@@ -9,7 +9,6 @@ from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.operations.coverage import copies_of
 from mcore_ckpt_ext.optimizers.tied_copies import different_elements
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.transfer import Transfer
@@ -31,11 +30,10 @@ def compared_copies(checkpoint: CheckpointView, kind: str, name: str, transfer: 
     Raises:
         CheckpointError: a copy cannot be read.
     """
-    source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
-    tensor = source.logical_tensor(kind, name)
+    tensor = checkpoint.logical_tensor(kind, name)
     if tensor is None:
         return
-    for first, *others in copies_of(checkpoint, kind, name):
+    for first, *others in checkpoint.copies(kind, name):
         for number, copy in enumerate(others, start=1):
             different = different_elements(tensor, kind, first, copy, transfer)
             elements = sum(stored.slice.numel for stored in copy)
@@ -85,10 +83,10 @@ def differing_copies_of(
     return [f"{kind} {name} ({places[0]})"] if places else []
 
 
-def in_words(found: Sequence[str], count: int) -> str:
+def differing_copies_note(tensors: Sequence[str], count: int) -> str:
     """Return a note about `count` tensors whose copies differ."""
-    more = "" if count == len(found) else f", and others: {count} in all"
-    return f"replicas of a tensor differ between ranks; the first is used: {join_some(found, 3)}{more}"
+    more = "" if count == len(tensors) else f", and others: {count} in all"
+    return f"replicas of a tensor differ between ranks; the first is used: {join_some(tensors, 3)}{more}"
 
 
 def _place(copy: Sequence[StoredSlice]) -> str:

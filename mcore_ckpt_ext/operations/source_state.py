@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder
 from mcore_ckpt_ext.storage.paths import is_remote
 
-SourceState = list[tuple[object, ...]]
+FolderState = list[tuple[object, ...]]
 """For each file below a folder its name, its size, and attributes that change with its content."""
 
 # Attributes by which stores of fsspec identify contents of a file; attributes that change on reading are left out.
@@ -28,15 +29,15 @@ _MARKS = (
 )
 
 
-def state_before(source: Path) -> dict[Path, SourceState]:
+def state_before(source: Path) -> dict[Path, FolderState]:
     """Return the state of the folder that a source path resolves to, before anything in it is read."""
     with suppress(CheckpointError, OSError):  # opening reports errors
         folder = iteration_folder(source)
-        return {folder: state_of(folder)}
+        return {folder: folder_state(folder)}
     return {}
 
 
-def state_of(folder: Path) -> SourceState:
+def folder_state(folder: Path) -> FolderState:
     """Return the state of all files below a folder.
 
     For a local file, the state includes the times of its last modification and of its last status change (ctime):
@@ -58,18 +59,22 @@ def _marks(path: Path) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino
 
 
-def check_unchanged(folder: Path, before: SourceState) -> None:
-    """Refuse a source whose state has changed.
+def check_unchanged(states: Mapping[Path, FolderState]) -> None:
+    """Refuse sources whose state has changed.
+
+    Args:
+        states: the state of each folder before anything in it was read.
 
     Raises:
         UnreadableCheckpointError: a file of it was changed, replaced, added or removed.
     """
-    after = state_of(folder)
-    if after != before:
-        changed = sorted({str(entry[0]) for entry in {*after} ^ {*before}})
-        raise UnreadableCheckpointError(
-            "the source changed while it was read; nothing was published",
-            found=f"another state of {changed[0]}",
-            where=str(folder),
-            hint="convert a checkpoint that no job is writing",
-        )
+    for folder, before in states.items():
+        after = folder_state(folder)
+        if after != before:
+            changed = sorted({str(entry[0]) for entry in {*after} ^ {*before}})
+            raise UnreadableCheckpointError(
+                "the source changed while it was read; nothing was published",
+                found=f"another state of {changed[0]}",
+                where=str(folder),
+                hint="convert a checkpoint that no job is writing",
+            )

@@ -1,4 +1,4 @@
-"""Opens the source of a conversion under the names that the target needs."""
+"""Opens the source of a conversion under the names of its target, and both sides of a comparison."""
 
 from __future__ import annotations
 

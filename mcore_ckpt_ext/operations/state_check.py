@@ -23,13 +23,13 @@ _FILES_GONE = "files of the optimizer's state are missing or cut off"
 class StateCheck:
     """The checks of one checkpoint's optimizer state.
 
-    `failed`: files that are missing or truncated, and have a finding already.
+    `unreadable`: files that are missing or truncated, and have a finding already.
     """
 
-    def __init__(self, checkpoint: CheckpointView, results: Results, failed: set[str]) -> None:
+    def __init__(self, checkpoint: CheckpointView, results: Results, unreadable: set[str]) -> None:
         self._checkpoint = checkpoint
         self._results = results
-        self._failed = failed
+        self._unreadable = unreadable
         self._folder = str(checkpoint.folder)
 
     def check_metadata(self) -> None:
@@ -85,7 +85,7 @@ class StateCheck:
         checks = self._results.checks
         findings.extend([*check_arrays(optimizer), *check_groups(optimizer)])
         arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
-        if self._failed & {piece.extent.file for array in arrays for piece in array.pieces}:
+        if self._unreadable & {piece.extent.file for array in arrays for piece in array.pieces}:
             checks.append(Check(MASTERS, _FILES_GONE, done=False))
             return False
         sidecar = str(self._checkpoint.folder / SIDECAR_FILE)
@@ -113,7 +113,7 @@ class StateCheck:
         try:
             yield
         except ContentError as problem:
-            if any(file in str(problem) for file in self._failed):
+            if any(file in str(problem) for file in self._unreadable):
                 # The file has a finding already.
                 checks.append(Check(check, _FILES_GONE, done=False))
             elif isinstance(problem, UnsupportedCheckpointError):

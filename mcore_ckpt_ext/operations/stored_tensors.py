@@ -7,9 +7,12 @@ from collections.abc import Callable
 from math import prod
 
 from mcore_ckpt_ext.errors import ContentError, counted
+from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.listing import About, ListedTensor, Listing
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.operations.content import Tally, count_values, judge
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.content import ValueCounts, count_values, odd_values
 from mcore_ckpt_ext.operations.findings import (
     CHECKSUMS,
     COMPLETE,
@@ -23,7 +26,7 @@ from mcore_ckpt_ext.operations.findings import (
     error,
     warning,
 )
-from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory
 from mcore_ckpt_ext.operations.recording import STORED, Digests, FileHash, TensorHash
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
@@ -35,6 +38,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 
 _CHECKS: dict[About, str] = {"files": COMPLETE, "tensors": COVERED, "dtypes": DTYPES, "scales": SCALES}
+_NO_MODEL = "no supported model describes its name and shape"
 _NOT_A_NUMBER = 255
 """NaN in an exponent of two in a byte (E8M0, OCP Microscaling Formats 1.0)."""
 
@@ -56,6 +60,13 @@ def check_listing(listing: Listing, results: Results) -> None:
 def listed_bytes(listing: Listing) -> int:
     """Return the bytes of all tensors and archives."""
     return sum(map(_bytes_of, listing)) + sum(map(listing.reader.size, listing.archives))
+
+
+def account_without_model(listing: Listing) -> Account:
+    """Return the account of a folder of an unknown model: only described tensors have known shapes."""
+    left = [tensor for tensor in listing if tensor.name not in listing.described]
+    unread = tuple(UnreadState(tensor.name, WEIGHT, _bytes_of(tensor), _NO_MODEL) for tensor in left)
+    return Account(by_form=len(listing.tensors) - len(left), not_looked_at=unread)
 
 
 def check_stored_tensors(
@@ -134,7 +145,7 @@ class _ElementCheck:
         self._advance = advance
         self._digest_tensors = digest_tensors
         self._transfer = Transfer(self._reader, workers=1)
-        self._rooms = Rooms()
+        self._memory = BlockMemory()
 
     def archive(self, file: str) -> list[Finding]:
         """Compare the checksums of an archive."""
@@ -176,13 +187,13 @@ class _ElementCheck:
         numel = prod(tensor.shape)
         crc = 0
         begin = payload.offset + tensor.first * size
-        tally = Tally()
+        tally = ValueCounts()
         wrong_scales = 0
         expected = _checksum_of(tensor)
         if whole is not None:
             whole.read_until(begin)
         for start in range(0, numel, BLOCK_ELEMENTS):
-            block = self._rooms.of("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype.torch)
+            block = self._memory.allocator("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype.torch)
             data = memoryview(block.view(torch.uint8).numpy())
             self._reader.read_into(payload.file, begin + start * size, data)
             crc = crc32(data, crc) if expected is not None else crc
@@ -201,7 +212,7 @@ class _ElementCheck:
             message = f"{counted(wrong_scales, 'scale is', 'scales are')} negative, infinite or not a number"
             findings.append(error(SCALES, tensor.name, message, payload.file, begin))
         else:
-            findings.extend(judge(tensor.name, tally, payload.file, begin))
+            findings.extend(odd_values(tensor.name, tally, payload.file, begin))
         return findings
 
 

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.formats.unread_state import UnreadState, is_of_optimizer
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
-from mcore_ckpt_ext.operations.coverage import check_kinds, raise_first_contradiction
+from mcore_ckpt_ext.operations.coverage import check_parameters_with_state, raise_first_contradiction
 from mcore_ckpt_ext.targets import Target
 
 OPTIMIZER = "optimizer"
@@ -68,7 +68,7 @@ def resolve_dropped_state(
             f"weights alone, --drop {OPTIMIZER}",
         )
     if checkpoint.optimizer_format is not None:
-        raise_first_contradiction(checkpoint, check_kinds(checkpoint))
+        raise_first_contradiction(checkpoint, check_parameters_with_state(checkpoint))
         _check_can_be_held(checkpoint, target)
     return checkpoint, account
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from math import prod
 
 from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, run_on_all
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
@@ -23,19 +22,19 @@ from mcore_ckpt_ext.errors import (
     join_some,
     reraise_as_unreadable,
 )
-from mcore_ckpt_ext.formats.accounts import Account, account_of
+from mcore_ckpt_ext.formats.accounts import account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
 from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.registry import format_of
-from mcore_ckpt_ext.formats.unread_state import UnreadState, is_of_optimizer
+from mcore_ckpt_ext.formats.unread_state import is_of_optimizer
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.completeness import check_folder, check_index, check_index_file, find_checkpoint
-from mcore_ckpt_ext.operations.content import check_parameters
+from mcore_ckpt_ext.operations.content import ContentCheck, check_parameters, content_bytes
 from mcore_ckpt_ext.operations.coverage import check_kind
 from mcore_ckpt_ext.operations.findings import (
     COMPLETE,
@@ -51,19 +50,28 @@ from mcore_ckpt_ext.operations.findings import (
 from mcore_ckpt_ext.operations.integrity import StoredChecksums, check_file_digests
 from mcore_ckpt_ext.operations.layout_rules import refusal_of_stored_files
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.recording import Content, Digests, check_destination, compare, compare_tensors
-from mcore_ckpt_ext.operations.recording import record as write_manifest
+from mcore_ckpt_ext.operations.recording import (
+    Digests,
+    TensorSource,
+    check_manifest_path,
+    compare_tensors_with_manifest,
+    compare_with_manifest,
+    write_manifest,
+)
 from mcore_ckpt_ext.operations.state_check import StateCheck
-from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
+from mcore_ckpt_ext.operations.stored_tensors import (
+    account_without_model,
+    check_listing,
+    check_stored_tensors,
+    listed_bytes,
+)
 from mcore_ckpt_ext.operations.workers import Workers
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import LenientChecksums
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
 
 _NOT_RECOVERED = "it cannot be read parameter by parameter"
-_NO_MODEL = "no supported model describes its name and shape"
 
 
 def verify(
@@ -118,16 +126,15 @@ def verify(
         raise UsageError("--tensors-only needs a manifest to compare with", hint="--against FILE")
     manifest = None if against is None else read_manifest(as_path(against))
     if record is not None:
-        check_destination(as_path(record))
+        check_manifest_path(as_path(record))
     located = find_checkpoint(as_path(path), index)
     folder = located.folder or as_path(path)
     stored = located.index or FolderIndex(folder)
     opens = partial(open_checkpoint, folder, facts=facts, weights=weights, index=stored)
     shared = Workers(team, workers)
-    run = _Run(
-        stored, quick, shared, progress, opens, digest_tensors=record is not None or tensors_only,
-        digest_files=record is not None or (against is not None and not tensors_only),
-    )  # fmt: skip
+    run = _Run(stored, quick, shared, progress, opens)
+    run.hashes_tensors = record is not None or tensors_only
+    run.hashes_files = record is not None or (against is not None and not tensors_only)
     run.results.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(stored)
@@ -135,19 +142,19 @@ def verify(
         if not problems:
             run.verify_or_note()
         if manifest is not None and tensors_only:
-            compare_tensors(manifest, run.content, run.digests, shared, run.results)
+            compare_tensors_with_manifest(manifest, run.source, run.digests, shared, run.results)
         elif manifest is not None and against is not None:
             paths = (as_path(against), folder)
             whole = weights is None
-            compare(manifest, *paths, run.content, run.digests, shared, run.results, files_suffice=whole)
+            compare_with_manifest(manifest, *paths, run.source, run.digests, shared, run.results, files_suffice=whole)
     checks = tuple(run.results.checks)
     findings = tuple(run.results.findings)
     verification = Verification(
-        str(run.folder), quick, checks, findings, iteration=_iteration(run.content), account=run.results.account
+        str(run.folder), quick, checks, findings, iteration=_iteration(run.source), account=run.results.account
     )
-    if record is None or run.content is None or not verification.sound:
+    if record is None or run.source is None or not verification.sound:
         return verification
-    write_manifest(as_path(record), folder, run.content, run.digests, shared)
+    write_manifest(as_path(record), folder, run.source, run.digests, shared)
     return replace(verification, recorded=str(record))
 
 
@@ -161,18 +168,15 @@ class _Run:
         workers: Workers,
         progress: Progress,
         opens: Callable[[], CheckpointView],
-        *,
-        digest_tensors: bool = False,
-        digest_files: bool = False,
     ) -> None:
         self.folder = stored.folder
         self._stored = stored
         self._opens = opens
         self.results = Results()
-        self.content: Content | None = None
+        self.source: TensorSource | None = None
         self.digests = Digests()
-        self._digest_tensors = digest_tensors
-        self._digest_files = digest_files
+        self.hashes_tensors = False
+        self.hashes_files = False
         self._quick = quick
         self._workers = workers
         self._progress = progress
@@ -200,23 +204,23 @@ class _Run:
         except ProofError as problem:
             self._error(MASTERS, problem)
         else:
-            self.content = checkpoint
-            failed = self._check_metadata(checkpoint)
+            self.source = checkpoint
+            unreadable = self._check_metadata(checkpoint)
             if self._quick:
-                StateCheck(checkpoint, self.results, failed).check_metadata()
+                StateCheck(checkpoint, self.results, unreadable).check_metadata()
             else:
-                self._check_bytes(checkpoint, failed)
+                self._check_bytes(checkpoint, unreadable)
 
     def _verify_listed(self, listing: Listing) -> None:
         """Verify a folder of weights: files and elements as they are stored, names and shapes by its model."""
         check_listing(listing, self.results)
         if listing.is_readable:
-            self.content = listing
+            self.source = listing
             try:
-                self.content = checkpoint = self._opens()
+                self.source = checkpoint = self._opens()
                 self._check_weights(checkpoint, listing.described)
             except UnsupportedCheckpointError as problem:
-                self.results.account = _account_without_model(listing)
+                self.results.account = account_without_model(listing)
                 reason = "; ".join(filter(None, map(problem.details.get, ("found", "hint"))))
                 message = f"names and shapes are not compared with a model: {problem.message}; {reason}"
                 self.results.checks.append(Check(COVERED, message, done=False))
@@ -225,11 +229,14 @@ class _Run:
         if not self._quick:
             counter = ByteCounter(listed_bytes(listing), self._progress)
             # The tensors of model space differ from the stored ones.
-            digests = self._digest_tensors and self.content is listing
             self.digests = check_stored_tensors(
-                listing, self._workers, counter.add, self.results, digest_tensors=digests,
-                digest_files=self._digest_files,
-            )  # fmt: skip
+                listing,
+                self._workers,
+                counter.add,
+                self.results,
+                digest_tensors=self.hashes_tensors and self.source is listing,
+                digest_files=self.hashes_files,
+            )
             counter.finish()
 
     def _check_weights(self, checkpoint: CheckpointView, described: Collection[str] = ()) -> None:
@@ -245,7 +252,7 @@ class _Run:
             findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), message))
         for message in (*checkpoint.format_reader.problems, *contradictions(checkpoint)):
             findings.append(warning(COMPLETE, str(self.folder), message))
-        failed = self._check_files(checkpoint)
+        unreadable = self._check_files(checkpoint)
         if reason := refusal_of_stored_files(checkpoint):
             message = f"no release of Megatron reads files of this layout, {checkpoint.layout}: {reason}"
             findings.append(error(COMPLETE, str(self.folder), message))
@@ -253,45 +260,47 @@ class _Run:
         if _has_optimizer_alone(checkpoint):
             message = f"it has an optimizer without weights, so its masters cannot be verified: {NAME_THEM}"
             findings.append(error(MASTERS, str(self.folder), message))
-        return failed
+        return unreadable
 
-    def _check_bytes(self, checkpoint: CheckpointView, failed: set[str]) -> None:
+    def _check_bytes(self, checkpoint: CheckpointView, unreadable: set[str]) -> None:
         """Check the elements, and then the checksums of records that were not read completely.
 
         Findings of checksums are listed first: damaged bytes explain the other findings.
         """
-        checksums = StoredChecksums(checkpoint, failed)
-        counter = ByteCounter(checksums.nbytes + _content_bytes(checkpoint), self._progress)
+        checksums = StoredChecksums(checkpoint, unreadable)
+        counter = ByteCounter(checksums.nbytes + content_bytes(checkpoint), self._progress)
         confirmed = LenientChecksums(checkpoint.reader)
-        content = Results()
+        of_elements = Results()
         damage: CheckpointError | None = None
         try:
             # No checksum is compared after any other error, such as an interrupt or a broken installation of torch.
             with reraise_as_unreadable(self.folder):
-                self._check_elements(checkpoint, failed, confirmed, counter, content)
+                self._check_elements(checkpoint, unreadable, confirmed, counter, of_elements)
         except ContentError as error:
             damage = error
         checksums.check(confirmed, self._workers, counter.add, self.results)
-        self.results.extend(content)
+        self.results.extend(of_elements)
         if damage is not None:
             raise damage
         counter.finish()
 
     def _check_elements(
-        self, checkpoint: CheckpointView, failed: set[str], confirmed: LenientChecksums, counter: ByteCounter,
-        content: Results,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: CheckpointView,
+        unreadable: set[str],
+        confirmed: LenientChecksums,
+        counter: ByteCounter,
+        results: Results,
+    ) -> None:
         if _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
             return
-        state: list[bool] = []
-        run_on_all(self._workers.team, lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
+        state_check = StateCheck(checkpoint, results, unreadable)
+        reads_state = run_on_all(self._workers.team, state_check.recover)
         # Without an account there is damage that keeps the keys from being listed, and that other checks report.
-        if checkpoint.optimizer_format and not state[0] and self.results.account is not None:
+        if checkpoint.optimizer_format and not reads_state and self.results.account is not None:
             self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
-        self.digests.tensors = check_parameters(
-            checkpoint, state[0], failed, confirmed, self._workers, counter.add, content,
-            digest_tensors=self._digest_tensors,
-        )  # fmt: skip
+        check = ContentCheck(checkpoint, reads_state, unreadable, confirmed, digest_tensors=self.hashes_tensors)
+        self.digests.tensors = check_parameters(check, self._workers, counter.add, results)
 
     def _check_known(self, checkpoint: CheckpointView, described: Collection[str]) -> None:
         """Report the keys that no other check reads."""
@@ -300,7 +309,8 @@ class _Run:
         except ContentError as problem:  # damage, which other checks report
             self.results.checks.append(Check(KNOWN, str(problem), done=False))
             return
-        self.results.account, unread = account, account.not_looked_at
+        unread = account.not_looked_at
+        self.results.account = account
         for item in account.unknown:
             message = f"{format_bytes(item.nbytes)} unknown, not checked"
             self.results.findings.append(warning(KNOWN, item.key, message))
@@ -308,40 +318,25 @@ class _Run:
         self.results.checks.append(Check(KNOWN, others if unread else "all"))
 
     def _check_files(self, checkpoint: CheckpointView) -> set[str]:
+        """Check that the files have all of their records; return those that are missing or truncated."""
         index = checkpoint.format_reader.stored_index
         if index is None:
             self.results.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()
-        findings, failed, files = check_index(checkpoint.reader, index)
+        findings, unreadable, files = check_index(checkpoint.reader, index)
         self.results.findings.extend(findings)
         if not self._quick and index.has_plans:
             self.results.findings.extend(check_index_file(self.folder))
         self.results.checks.append(Check(COMPLETE, counted(files, "file")))
-        return failed
+        return unreadable
 
     def _error(self, check: str, problem: CheckpointError) -> None:
         self.results.findings.append(error(check, str(self.folder), str(problem)))
 
 
-def _account_without_model(listing: Listing) -> Account:
-    """Return the account of a folder of an unknown model: only described tensors have known shapes."""
-    names = [tensor.name for tensor in listing if tensor.name not in listing.described]
-    sizes = {tensor.name: prod(tensor.shape) * ITEM_SIZE[tensor.extent.dtype] for tensor in listing}
-    left = (UnreadState(name, WEIGHT, sizes[name], _NO_MODEL) for name in names)
-    return Account(by_form=len(sizes) - len(names), not_looked_at=tuple(left))
-
-
-def _iteration(content: Content | None) -> int | None:
-    return content.iteration if isinstance(content, CheckpointView) and not content.is_release else None
+def _iteration(source: TensorSource | None) -> int | None:
+    return source.iteration if isinstance(source, CheckpointView) and not source.is_release else None
 
 
 def _has_optimizer_alone(checkpoint: CheckpointView) -> bool:
     return not checkpoint.names(WEIGHT) and checkpoint.optimizer_format is not None
-
-
-def _content_bytes(checkpoint: CheckpointView) -> int:
-    """Return the bytes of all weights, plus an estimate for the optimizer's state."""
-    tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
-    weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
-    numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
-    return weights + (numel * 12 if checkpoint.optimizer_format else 0)

@@ -75,7 +75,7 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
     return values.view(bits_dtype(values.element_size()))
 
 
-def in_words(count: int) -> str:
+def differing_masters_note(count: int) -> str:
     """Return a note for users who resume the checkpoint."""
     tied = "of the tied word embeddings"
     masters = counted(count, f"master {tied} differs", f"masters {tied} differ")

@@ -24,7 +24,7 @@ from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RES
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import Check
 from mcore_ckpt_ext.operations.assumed_release import release_of
-from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
+from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_derived_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.versions import stock_failure
 from mcore_ckpt_ext.optimizers.stock_failures import SHIFTED_PARAMETERS, StockFailure
@@ -131,7 +131,7 @@ class _Rehearsing:
         version, source = release_of(checkpoint, request.stated_version)
         self._request = request = replace(request, version=version)
         self._plain = replace(self._plain, megatron_version=str(version), megatron_version_source=source)
-        written = with_shown_arguments(checkpoint, with_passed(checkpoint.arguments, request.arguments))
+        written = with_derived_arguments(checkpoint, with_passed(checkpoint.arguments, request.arguments))
         self._plain = replace(
             self._plain,
             old_layout=str(ParallelLayout.from_arguments(written)),

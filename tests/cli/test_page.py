@@ -20,7 +20,7 @@ from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparis
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.inspection_result import Inspection, StoredTensor
 from mcore_ckpt_ext.operations.layout_plan import plan
-from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
+from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from tests.harness.checkpoints import fixture_named
 
@@ -110,7 +110,7 @@ def test_untrusted_names_stay_names(browser: str, tmp_path: Path, inspected: Ins
 
 
 def test_nothing_is_loaded_from_other_sites(inspected: Inspection) -> None:
-    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, True, None, (), (), ()))
+    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, True, None, (), (), ()), "equal")
     outside = re.findall(r"""(?:src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://[^"' ]+""", text)
     assert [found for found in outside if "www.w3.org/2000/svg" not in found] == []
     assert "default-src 'none'" in text
@@ -190,11 +190,11 @@ def test_untrusted_names_stay_names_in_a_comparison(browser: str, tmp_path: Path
         None,
         (kind,),
         (),
-        (MetadataDifference(HOSTILE, HOSTILE, "b"),),
+        (MetadataComparison(HOSTILE, HOSTILE, "b"),),
         Account(not_looked_at=(unread,)),
         Account(not_looked_at=(unread,)),
     )
-    assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
+    assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found, HOSTILE), times=8)
 
 
 def text_of(dom: str) -> str:

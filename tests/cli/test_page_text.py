@@ -12,7 +12,8 @@ import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
-from tests.harness.checkpoints import fixture_named
+from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.unknown_keys import add_to_torch_dist
 
 RUN = fixture_named("p01").run
 COMMANDS: dict[str, list[object]] = {
@@ -47,6 +48,19 @@ def test_the_page_of_verify_has_all_checks_and_findings(tmp_path: Path) -> None:
     _, data = page_of("verify", tmp_path)
     assert data["sound"] and data["quick"]
     assert {one["status"] for one in data["checks"]} <= {"passed", "skipped", "not applicable"}
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+def test_a_page_has_the_verdict_of_the_terminal(
+    command: str, damaged: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key that nobody knows is part of the verdict."""
+    add_to_torch_dist(damaged.iteration)
+    page = tmp_path / "page.html"
+    main([command, *[str(damaged.run)] * (2 if command == "diff" else 1), "--html", str(page)])
+    verdict = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])["verdict"]
+    assert verdict == capsys.readouterr().out.splitlines()[-1]
+    assert "not looked at: " in verdict or "keys were not compared" in verdict
 
 
 def test_verify_does_not_overwrite_what_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ import os, sys
 from pathlib import Path
 from mcore_ckpt_ext.cli.processes import connected
 from mcore_ckpt_ext.cli.ranks import place_among_ranks, variables_of_srun
-from mcore_ckpt_ext.cli.selftest_ranks import Team
+from mcore_ckpt_ext.cli.selftest_ranks import SelftestRanks
 from mcore_ckpt_ext.selftest.jobs import Order
 
 RANK = """
@@ -50,7 +50,7 @@ def test(start):
 
 os.environ.update(variables_of_srun(os.environ))
 with connected(place.rank, place.total) as processes:
-    team = Team(place, processes, 60, (sys.executable, "-c", RANK))
+    team = SelftestRanks(place, processes, 60, (sys.executable, "-c", RANK))
     code = team.lead(test) if place.rank == 0 else team.follow()
 sys.stdout.flush()
 os._exit(code)  # as the command ends

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.cli import inspect as inspect_command
 from mcore_ckpt_ext.cli import output
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.output import table
-from mcore_ckpt_ext.cli.terminal import fitted
+from mcore_ckpt_ext.cli.terminal import fit_widths
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.inspection_result import Inspection, StoredFile
 from tests.harness.checkpoints import fixture_named
@@ -88,7 +88,7 @@ def test_the_widest_columns_are_broken(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize("available", range(30, 130, 7))
 def test_widths_that_fit(available: int) -> None:
     for widths in ([8, 90, 30], [50, 50, 50], [10, 10], [100]):
-        found = fitted([["abc " * (width // 4) + "x" * (width % 4)] for width in widths], available)
+        found = fit_widths([["abc " * (width // 4) + "x" * (width % 4)] for width in widths], available)
         assert sum(found) <= max(available, 16 * len(widths))
         assert all(new == old or new >= 16 for new, old in zip(found, widths, strict=True))
 

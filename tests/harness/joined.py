@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.cli import diff, plan, verify  # noqa: F401 - imported once, for all of them
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.cli.processes import the_team
+from mcore_ckpt_ext.cli.processes import command_team
 
 TIME_LIMIT = 120
 
@@ -68,7 +68,7 @@ def _run(environment: dict[str, str], output: Path, words: list[str], own_signal
     os.environ.update(environment)
     with output.open("w") as file, redirect_stdout(file), redirect_stderr(file):
         if own_signal is not None:
-            with the_team(join=True):
+            with command_team(join=True):
                 os.kill(os.getpid(), own_signal)
         code = main(words)
     raise SystemExit(code)

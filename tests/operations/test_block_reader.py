@@ -7,15 +7,15 @@ import torch
 
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from mcore_ckpt_ext.operations import content
-from mcore_ckpt_ext.operations.difference_map import Tally
-from mcore_ckpt_ext.operations.reading import Rooms, threads
+from mcore_ckpt_ext.operations.difference_map import DifferenceCounts
+from mcore_ckpt_ext.operations.reading import BlockMemory, threads
 
 INF, NAN = float("inf"), float("nan")
 LARGEST = torch.finfo(torch.float32).max
 
 
 def counted(kind: str, values: list[float], dtype: torch.dtype = torch.float32) -> tuple[int, int, int]:
-    tally = content.Tally()
+    tally = content.ValueCounts()
     block = torch.cat([torch.ones(100_000), torch.tensor(values)]).to(dtype)
     content.count_values(kind, block, tally)
     return tally.nan, tally.infinite, tally.negative
@@ -39,13 +39,13 @@ def test_a_sum_that_overflows_is_no_finding() -> None:
 
 
 def test_an_empty_block_has_nothing_odd() -> None:
-    tally = content.Tally()
+    tally = content.ValueCounts()
     content.count_values(EXP_AVG_SQ, torch.empty(0), tally)
     assert (tally.nan, tally.infinite, tally.negative) == (0, 0, 0)
 
 
 def test_equal_bits_are_equal_and_signed_zeros_are_not() -> None:
-    tally = Tally()
+    tally = DifferenceCounts()
     tally.count(torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0]), 0)
     assert tally.different == 0
     tally.count(torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), 10)
@@ -53,14 +53,14 @@ def test_equal_bits_are_equal_and_signed_zeros_are_not() -> None:
 
 
 def test_a_thread_reads_into_memory_that_it_has_used() -> None:
-    rooms = Rooms()
-    large = rooms.of(WEIGHT)(1_000, torch.float32)
-    small = rooms.of(WEIGHT)(7, torch.bfloat16)
+    memory = BlockMemory()
+    large = memory.allocator(WEIGHT)(1_000, torch.float32)
+    small = memory.allocator(WEIGHT)(7, torch.bfloat16)
     assert (small.data_ptr(), small.shape, small.dtype) == (large.data_ptr(), (7,), torch.bfloat16)
-    other = rooms.of(EXP_AVG)(1_000, torch.float32)
+    other = memory.allocator(EXP_AVG)(1_000, torch.float32)
     assert other.data_ptr() != large.data_ptr()
     with threads(2) as pool:
-        (elsewhere,) = pool.map(lambda use: rooms.of(use)(1_000, torch.float32), [WEIGHT])
+        (elsewhere,) = pool.map(lambda use: memory.allocator(use)(1_000, torch.float32), [WEIGHT])
     assert elsewhere.data_ptr() != large.data_ptr()
 
 

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, 
 from mcore_ckpt_ext.operations import coverage
 from mcore_ckpt_ext.operations.completeness import check_index
 from mcore_ckpt_ext.operations.content import ContentCheck
-from mcore_ckpt_ext.operations.coverage import check_tensor, copies_of
+from mcore_ckpt_ext.operations.coverage import check_tensor
 from mcore_ckpt_ext.operations.findings import (
     CHECKSUMS,
     COMPLETE,
@@ -56,7 +56,7 @@ def findings(result: Verification, check: str | None = None) -> list[str]:
 
 def of_copy(checkpoint: Checkpoint, kind: str, name: str, copy: int) -> tuple[Path, int]:
     """File and byte of the first element of one of the copies of a tensor's first part."""
-    stored = copies_of(checkpoint, kind, name)[0][copy][0]
+    stored = checkpoint.copies(kind, name)[0][copy][0]
     payload = checkpoint.transfer.locate(stored.extent)
     return checkpoint.folder / payload.file, payload.offset + stored.first * payload.dtype.itemsize
 

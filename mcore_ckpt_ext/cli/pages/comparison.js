@@ -60,13 +60,11 @@ const missing = data.kinds.flatMap((kind) => [
   ...kind.only_in_a.map((tensor) => ["A", kind.kind, tensor]), ...kind.only_in_b.map((tensor) => ["B", kind.kind, tensor]),
 ]);
 const unread = [["A", data.account_a], ["B", data.account_b]].flatMap(([side, account]) => account.not_looked_at.map((item) => [side, item]));
-const isEqual = (kind) => !(kind.only_in_a.length + kind.only_in_b.length + kind.different.length);
 const settings = data.settings.filter((setting) => !setting.equal);
-const verdict = data.equal ? "equal in every bit" : data.tensors_equal ? "different settings, tensors equal in every bit" : data.kinds.every(isEqual) ? "not known to be equal" : "different";
-document.title = `${data.page.runs.join(" and ")}: ${verdict} - mcore-ckpt diff`;
+document.title = `${data.page.runs.join(" and ")}: ${data.verdict} - mcore-ckpt diff`;
 const page = document.getElementById("page");
 page.append(
-  ...headed(verdict, `A is ${data.a}, B is ${data.b}`),
+  ...headed(data.verdict, `A is ${data.a}, B is ${data.b}`),
   card("Besides the tensors", grid(["", "A", "B", ""], data.facts.map((fact) => [fact.what, fact.a, fact.b, fact.a === fact.b ? "" : "differs"]))),
   ...(settings.length ? [card("Settings that differ", grid(["", "A", "B"], settings.map((setting) => [setting.name, setting.a, setting.b])))] : []),
   card("Tensors", grid(["kind", "compared", "elements", "different", "only in A", "only in B"], data.kinds.map((kind) => [

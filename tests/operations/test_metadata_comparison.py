@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt_ext.operations.metadata_diff import _settings
+from mcore_ckpt_ext.operations.metadata_comparison import _settings
 
 
 def test_distinct_values_of_the_groups_that_have_a_setting() -> None:

@@ -1,4 +1,4 @@
-"""Lists the differences in metadata of two checkpoints."""
+"""Compares the metadata of two checkpoints, which does not count for equality."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataDifference:
-    """A difference outside of the tensors, which is reported but does not count for equality.
+class MetadataComparison:
+    """A property of both checkpoints outside of their tensors; its values may be equal.
 
     Attributes:
-        what: the property that differs.
+        what: the property.
         a: its value in A, as text.
         b: its value in B, as text.
     """
@@ -38,27 +38,27 @@ class MetadataDifference:
     b: str
 
 
-def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
-    """Yield the differences in metadata of two checkpoints."""
-    yield MetadataDifference(
+def compare_metadata(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataComparison]:
+    """Yield format, layout, iteration, step and learning rate, and other properties that differ."""
+    yield MetadataComparison(
         "format", *(f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}" for checkpoint in (a, b))
     )
-    yield MetadataDifference("layout", str(a.layout), str(b.layout))
-    yield MetadataDifference("iteration", str(a.iteration), str(b.iteration))
+    yield MetadataComparison("layout", str(a.layout), str(b.layout))
+    yield MetadataComparison("iteration", str(a.iteration), str(b.iteration))
     for key in ("step", "lr"):
-        yield MetadataDifference(key, _group_values(a, key), _group_values(b, key))
+        yield MetadataComparison(key, _group_values(a, key), _group_values(b, key))
     for key in ("weight_decay", "betas", "eps", "max_lr", "min_lr"):
         settings = _settings(a, key), _settings(b, key)
         if "none" not in settings and settings[0] != settings[1]:
-            yield MetadataDifference(key, *settings)
+            yield MetadataComparison(key, *settings)
     for label, key in (("scheduled samples", "num_steps"), ("consumed samples", "consumed_train_samples")):
         counts = _counted(a, key), _counted(b, key)
         if "none" not in counts and counts[0] != counts[1]:
-            yield MetadataDifference(label, *counts)
+            yield MetadataComparison(label, *counts)
     read = [data_description(checkpoint.arguments) for checkpoint in (a, b)]
     for label in sorted(read[0].keys() & read[1].keys() - {"consumed"}):
         if read[0][label] != read[1][label]:
-            yield MetadataDifference(f"data: {label}", read[0][label], read[1][label])
+            yield MetadataComparison(f"data: {label}", read[0][label], read[1][label])
     yield from _models(a, b)
     for label, describe, empty in (
         ("adapters multiplied by", _multiplied, "none"),
@@ -66,15 +66,15 @@ def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[Metad
     ):
         values = describe(a), describe(b)
         if any(values):
-            yield MetadataDifference(label, *(value or empty for value in values))
+            yield MetadataComparison(label, *(value or empty for value in values))
 
 
-def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
+def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataComparison]:
     """Yield model arguments that differ, so that equal tensors compute different results."""
     with suppress(UnsupportedCheckpointError):  # a checkpoint need not describe its model completely
         models = complete(a.arguments), complete(b.arguments)
         for name, values in differing(*models).items():
-            yield MetadataDifference(name, *map(format_value, values))
+            yield MetadataComparison(name, *map(format_value, values))
 
 
 def _group_values(checkpoint: CheckpointView, key: str) -> str:
