@@ -20,7 +20,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.choice import batch_of
 from mcore_ckpt_ext.layout_choice.elastic import ElasticResult, choose
-from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout
+from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
 from mcore_ckpt_ext.layout_choice.memory import Memory, bubble_fraction
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of

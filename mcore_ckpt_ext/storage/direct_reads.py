@@ -70,9 +70,12 @@ class DirectReads:
 
 
 def open_direct(descriptor: int) -> int | None:
-    """Open an open file once more for direct reads; return None if the system or the file system has none.
+    """Open an open file once more, for direct reads.
 
     Its name is not used again: another file may have it by now.
+
+    Returns:
+        A descriptor; None if the system or the file system has no direct reads.
     """
     if not hasattr(os, "O_DIRECT"):
         return None
@@ -83,9 +86,9 @@ def open_direct(descriptor: int) -> int | None:
 
 
 def _is_cached(descriptor: int, position: int) -> bool:
-    """Return whether the page at a position of a file is in the page cache; it is mapped for that, and not touched.
+    """Return whether the page at a position of a file is in the page cache.
 
-    `mincore` says so of all pages if the file belongs to someone else and cannot be written (mm/mincore.c,
+    The page is mapped for that, but not touched. `mincore` says so of all pages if the file belongs to someone else and cannot be written (mm/mincore.c,
     `can_do_mincore`, Linux 5.2 to 6.18).
     """
     call = function_of_linux("mincore")

@@ -17,7 +17,7 @@ _HUGE_BYTES = 2 << 20
 
 
 def huge_memory(nbytes: int) -> numpy.ndarray:
-    """Allocate zeroed bytes that begin at a huge page, in huge pages where the system provides them (madvise(2))."""
+    """Allocate zeroed bytes, in huge pages where the system provides them (madvise(2))."""
     reserved = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages

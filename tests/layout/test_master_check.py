@@ -151,7 +151,7 @@ def test_weights_that_were_quantized_again_at_another_scale() -> None:
         assert twice.first_mismatch(master.roll(1).view(-1)[:64], parts.view(-1)[:64]) is not None
 
 
-@pytest.mark.parametrize("parts", permutations((WITHIN_FP8, WITHIN_FP8, WITHIN_FP4)))
+@pytest.mark.parametrize("parts", list(permutations((WITHIN_FP8, WITHIN_FP8, WITHIN_FP4))))
 def test_the_weakest_of_several_checks_does_not_depend_on_their_order(parts: tuple[MasterCheck, ...]) -> None:
     assert reduce(weaker_of, parts) is WITHIN_FP4_TWICE
 
