@@ -15,9 +15,9 @@ from typing import Any
 
 from mcore_ckpt_ext.collectives import gather, is_first_rank
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.megatron.api import recorder
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+from mcore_ckpt_ext.megatron.live.sidecar_writer import packing_recorder
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.reentrancy import ReentrancyGuard
@@ -93,7 +93,7 @@ def _text(optimizer: Any, iteration: object) -> str:
         return ""
     chunks = functools.partial(chunks_of, optimizer)
     settings = live_arguments(chunks(), optimizer).raw
-    return recorder().text(chunks, optimizer, settings, iteration if isinstance(iteration, int) else 0)
+    return packing_recorder().text(chunks, optimizer, settings, iteration if isinstance(iteration, int) else 0)
 
 
 def _publish(folder: Path, text: str) -> None:

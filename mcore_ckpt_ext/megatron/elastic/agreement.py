@@ -84,7 +84,7 @@ class Agreement:
         self._store.add(self._key(self.start, "received"), 1)
         return value.decode()
 
-    def end(self, code: int, waiting: int, patience: float) -> None:
+    def announce_end(self, code: int, waiting: int, patience: float) -> None:
         """Inform the ranks that wait that the job has ended, until all have seen it."""
         self._store.set(self._key(self.start, "ended"), str(code))
         until = time.monotonic() + patience

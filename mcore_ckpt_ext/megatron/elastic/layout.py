@@ -23,8 +23,8 @@ from mcore_ckpt_ext.megatron.elastic.hazards import hazards
 from mcore_ckpt_ext.megatron.probe import check_complete
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.saving.committer import Grace
 from mcore_ckpt_ext.megatron.saving.parent_watch import end_with_starter
+from mcore_ckpt_ext.megatron.saving.publisher import Grace
 from mcore_ckpt_ext.operations.elastic_layout import ChosenLayout, choose_for, with_virtual_stages
 from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
 from mcore_ckpt_ext.patching.log import announce
@@ -185,7 +185,7 @@ def _take(decision: Mapping[str, Any], arguments: Any, rank: int, ranks: int, ag
         code = agreement.wait_for_end()
         sys.exit(1 if code is None else code)
     if waiting and rank == 0:
-        ending.call_at_end(lambda code: agreement.end(code, waiting, _SECONDS_TO_END))
+        ending.call_at_end(lambda code: agreement.announce_end(code, waiting, _SECONDS_TO_END))
     for name, value in decision["arguments"].items():
         if hasattr(arguments, name):
             setattr(arguments, name, value)
