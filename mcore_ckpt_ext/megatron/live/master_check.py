@@ -135,7 +135,9 @@ class LiveMismatch:
         return f"{self.name}, element {first.position}: master {first.master!r}, weight {first.weight!r}"
 
 
-def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None, every: int = 1) -> list[LiveMismatch]:
+def live_mismatches(
+    chunks: Chunks, optimizer: Any, permitted: Proof | None = None, every: int = 1
+) -> list[LiveMismatch]:
     """Return parameters of the live optimizer whose masters do not round to the live weights.
 
     It reads no checkpoint, so that it verifies any load, the framework's included. It costs one pass over masters and
@@ -144,7 +146,7 @@ def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None,
     Args:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
-        weaker: the comparison that the loaded checkpoint permits, if rounding is too strict for it.
+        permitted: the comparison that the loaded checkpoint permits, if rounding is too strict for it.
         every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the
             last one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
 
@@ -159,7 +161,7 @@ def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None,
     try:
         for shard in (shard for adapter in adapters for shard in adapter.shards(live)):
             number = id(shard.live.parameter)
-            if number not in mismatches and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
+            if number not in mismatches and (mismatch := _first_mismatch(shard, permitted, room, every)) is not None:
                 mismatches[number] = mismatch
     except CheckpointError:
         if not mismatches:
@@ -176,12 +178,12 @@ def _named(mismatches: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveM
     ]
 
 
-def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: int) -> LiveMismatch | None:
+def _first_mismatch(shard: LiveShard, permitted: Proof | None, room: _Room, every: int) -> LiveMismatch | None:
     proof = shard.adapter.proof(shard)
     if proof is None:
         return None
     # Quantized live weights may have been quantized again, whatever loaded them.
-    proof = weaker_of(proof, weaker or quantization_check(shard.live.parameter))
+    proof = weaker_of(proof, permitted or quantization_check(shard.live.parameter))
     weight = shard.weight
     master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():
