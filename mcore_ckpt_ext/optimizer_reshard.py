@@ -92,7 +92,7 @@ def prepare(
     """Open the checkpoint, recover the packing that this rank needs, plan, check each record. Collective.
 
     Args:
-        session: the load of the checkpoint.
+        session: the folder to load.
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         arguments: Megatron's arguments of the run.

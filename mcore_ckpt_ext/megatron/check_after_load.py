@@ -27,9 +27,9 @@ from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 _SHOWN = 3
 # Compare one of this many stretches (`live_mismatches`); an optimizer that this package filled is already fully
 # compared.
-_OF_STOCK = 3
-_OF_OURS = 8
-PROVEN = f"masters verified against their weights, one of every {_OF_STOCK} stretches of {STRETCH:,} elements"
+_EVERY_AFTER_STOCK = 3
+_EVERY_AFTER_FILL = 8
+PROVEN = f"masters verified against their weights, one of every {_EVERY_AFTER_STOCK} stretches of {STRETCH:,} elements"
 """The outcome of `prove_loaded` in a log line, if this package did not fill the optimizer."""
 
 
@@ -77,7 +77,7 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, permitted: Proof 
     Raises:
         ProofError: on every rank, with the names of the parameters.
     """
-    every = _OF_STOCK if permitted is None else _OF_OURS
+    every = _EVERY_AFTER_STOCK if permitted is None else _EVERY_AFTER_FILL
     comparisons = _comparisons(chunks, optimizer, loaded, permitted, every)
     mismatches = [mismatch for comparison in comparisons for mismatch in comparison.found or ()]
     if not mismatches:

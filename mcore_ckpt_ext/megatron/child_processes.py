@@ -30,4 +30,4 @@ def wrap_async_loop(original: Function) -> Function:
 
 def wrap_results_queue(original: Function) -> Function:
     """Wrap the start of the process that holds the writers' results: that process ends with its rank."""
-    return children_end_with_this_process()(original)
+    return children_end_with_this_process()(original)  # the context, as a decorator: each call enters it

@@ -34,12 +34,12 @@ class PendingSave:
 
     def __init__(self) -> None:
         self._optimizer: Callable[[], Any] = lambda: None
-        self._answer = 0
+        self._state_dict_id = 0
 
-    def note(self, optimizer: Any, answer: object) -> None:
+    def note(self, optimizer: Any, state_dict: object) -> None:
         """Record the sharded state dict of an optimizer."""
         self._optimizer = weakref.ref(optimizer)
-        self._answer = id(answer)
+        self._state_dict_id = id(state_dict)
 
     def found_in(self, tree: Any) -> Any:
         """Return the optimizer whose sharded state dict is part of a state dict; None if there is none."""
@@ -48,7 +48,7 @@ class PendingSave:
     def _is_in(self, tree: Any) -> bool:
         if not isinstance(tree, dict):
             return False
-        return id(tree) == self._answer or any(self._is_in(value) for value in tree.values())
+        return id(tree) == self._state_dict_id or any(self._is_in(value) for value in tree.values())
 
 
 def wrap_save(original: Function) -> Function:
@@ -58,7 +58,8 @@ def wrap_save(original: Function) -> Function:
     @functools.wraps(original)
     def save(*positional: Any, **keywords: Any) -> Any:
         call = signature.bind(*positional, **keywords).arguments
-        tree, folder = call["sharded_state_dict"], str(call["checkpoint_dir"])
+        tree = call["sharded_state_dict"]
+        folder = str(call["checkpoint_dir"])
         optimizer = PROCESS.one(PendingSave).found_in(tree)
         is_partial = call.get("process_group") is not None
         if is_partial or PROCESS.one(ReentrancyGuard).is_busy or "://" in folder or not _all_save(optimizer, folder):

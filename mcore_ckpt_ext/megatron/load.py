@@ -38,7 +38,7 @@ from mcore_ckpt_ext.megatron.live.job_ranks import perform
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
-from mcore_ckpt_ext.megatron.load_decision import (
+from mcore_ckpt_ext.megatron.load_assessment import (
     LoadAssessment,
     explain,
     lacks_random_states,
@@ -51,10 +51,10 @@ from mcore_ckpt_ext.megatron.megatron_rank import MegatronRank
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initialization, kept_message
 from mcore_ckpt_ext.megatron.probe import resuming_from_complete
 from mcore_ckpt_ext.megatron.random_seed import seed_again
-from mcore_ckpt_ext.megatron.random_states import may_differ
-from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
+from mcore_ckpt_ext.megatron.random_states import grid_may_differ
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load, run_folder
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.shared_index import index_shared
+from mcore_ckpt_ext.megatron.shared_index import share_index
 from mcore_ckpt_ext.megatron.weights_load import load_weights_alone
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
@@ -138,7 +138,7 @@ class _LoadCall:
             perform([COMPLETENESS], self._resume, self._rank)
             complete = resuming_from_complete(self._scope, probe.health)
             session = running_load(lambda: self._resume.session)
-            with reentrancy_guard(), complete, session, index_shared(self._resume.session.index):
+            with reentrancy_guard(), complete, session, share_index(self._resume.session.index):
                 result, permitted = self._dispatch()
         # Megatron-FSDP derives its weights from its masters, so there is nothing to compare.
         proven = False
@@ -262,14 +262,14 @@ class _LoadCall:
         """Load without the optimizer; new tokens keep their rows if the user accepts them."""
         arguments = self._arguments
         resume = self._resume
-        folder = folder_named(resume.directory, arguments)
+        folder = folder_to_load(resume.directory, arguments)
 
         def lacks() -> bool:
             if folder is None or arguments.finetune or not (folder / METADATA_FILE).is_file():
                 return False
             return folder.name != RELEASE and lacks_random_states(resume.session.with_folder(folder), arguments)
 
-        lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
+        lacking = agreed("looking at the random states", lacks)[0] if grid_may_differ(arguments) else False
         kept = resume.tokens if keeps_initialization() else range(0)
         with initialization_kept(self._chunks, kept, self._optimizer), self._skip_random_states(lacking):
             loaded = load_weights_alone(

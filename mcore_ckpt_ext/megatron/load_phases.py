@@ -10,19 +10,19 @@ from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.megatron.energon_states import SavedStates, with_states
+from mcore_ckpt_ext.megatron.energon_states import SavedStates, add_loader_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
 from mcore_ckpt_ext.megatron.live.resume import Resume
-from mcore_ckpt_ext.megatron.load_decision import LoadAssessment
+from mcore_ckpt_ext.megatron.load_assessment import LoadAssessment
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens, refusal, zeros_message
 from mcore_ckpt_ext.megatron.probe import LoadProbe, check_complete, probe_checkpoint
 from mcore_ckpt_ext.megatron.random_seed import has_other_grid
 from mcore_ckpt_ext.megatron.required_order import check_required_order
-from mcore_ckpt_ext.megatron.shared_index import shared_with
+from mcore_ckpt_ext.megatron.shared_index import index_for_this_rank
 from mcore_ckpt_ext.megatron.stored_progress import check_progress
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import FALLBACK, FAST, LOAD
@@ -83,7 +83,7 @@ def _take_probe(resume: MegatronResume, performer: Any, probes: Sequence[LoadPro
     resume.vocabulary_rows = probe.vocabulary_rows
     if probe.session is not None:
         resume.session = probe.session
-    elif (index := shared_with(probe.index)) is not None:
+    elif (index := index_for_this_rank(probe.index)) is not None:
         resume.session = LoadSession(index.folder, index)
 
 
@@ -133,7 +133,7 @@ def _account_data(resume: MegatronResume) -> _Account | None:
         written = session.checkpoint.arguments
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
-    order, states = with_states(data_order(written, resume.running), written, resume.running, session.folder.name)
+    order, states = add_loader_states(data_order(written, resume.running), written, resume.running, session.folder.name)
     check_required_order(order, resume.arguments, session.folder)
     return order, states, followed_history(written, resume.running), has_other_grid(written, resume.running)
 

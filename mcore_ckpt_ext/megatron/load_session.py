@@ -1,4 +1,4 @@
-"""One load of one checkpoint: its folder, its index and the open checkpoint, each read once."""
+"""The folder that a load takes, with its index and the open checkpoint, each read once for the whole load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_ckpt_ext.storage.dcp_index import FolderIndex, SharedIndex
 
 
 class LoadSession:
-    """One load of one checkpoint, from the first look at its folder to the last write.
+    """The folder that a load takes, from the first look at it to the last write.
 
     All parts of a load get it as an argument, so that none of them opens the folder once more.
 
@@ -24,7 +24,7 @@ class LoadSession:
     """
 
     def __init__(self, folder: Path, shared: SharedIndex | None = None) -> None:
-        """Begin a load.
+        """Begin a load; nothing is read yet.
 
         Args:
             folder: the iteration folder.
@@ -34,7 +34,7 @@ class LoadSession:
         self.index = FolderIndex(folder, shared)
 
     def with_folder(self, folder: Path) -> LoadSession:
-        """Return this session, or another one if Megatron takes another folder than expected."""
+        """Return this session if it is of this folder; another one if Megatron takes another folder than expected."""
         return self if self.index.is_of(folder) else LoadSession(folder)
 
     @property

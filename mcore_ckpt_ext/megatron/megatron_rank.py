@@ -8,21 +8,21 @@ from typing import Any
 
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.live.model import Chunks
-from mcore_ckpt_ext.megatron.load_decision import (
+from mcore_ckpt_ext.megatron.load_assessment import (
     LoadAssessment,
     assess_live,
 )
 from mcore_ckpt_ext.megatron.load_phases import MegatronResume
 from mcore_ckpt_ext.megatron.local_checkpoints import takes_local_checkpoint
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept
-from mcore_ckpt_ext.megatron.presentation import must_be_presented, reads_zarr
+from mcore_ckpt_ext.megatron.presentation import may_need_presentation, reads_zarr
 from mcore_ckpt_ext.megatron.probe import (
     check_all_have_the_same,
     check_all_see,
     trackers_seen,
 )
 from mcore_ckpt_ext.megatron.random_states import requested_grid
-from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
 from mcore_ckpt_ext.optimizer_reshard import LiveRank
@@ -80,11 +80,11 @@ class MegatronRank(LiveRank):
 
     def needs_presentation(self, resume: MegatronResume) -> bool:
         """Return True if this package has to present the checkpoint to Megatron."""
-        folder = folder_named(resume.directory, resume.arguments)
+        folder = folder_to_load(resume.directory, resume.arguments)
         if folder is None:
             return False
         resume.session = resume.session.with_folder(folder)
-        return must_be_presented(resume.session, resume.arguments, megatron_version(), reads_zarr=reads_zarr)
+        return may_need_presentation(resume.session, resume.arguments, megatron_version(), reads_zarr=reads_zarr)
 
     def assess(self, resume: MegatronResume) -> LoadAssessment | None:
         """Assess the checkpoint for the live optimizer."""

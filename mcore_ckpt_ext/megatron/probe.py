@@ -12,8 +12,8 @@ from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, join_some
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
-from mcore_ckpt_ext.megatron.run_folder import folder_named
-from mcore_ckpt_ext.megatron.shared_index import index_of, is_moved
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
+from mcore_ckpt_ext.megatron.shared_index import is_moved, read_shared_index
 from mcore_ckpt_ext.megatron.sources.huggingface import model_folder
 from mcore_ckpt_ext.megatron.stored_progress import missing_progress
 from mcore_ckpt_ext.operations.iteration_health import IterationHealth, iteration_health_of
@@ -84,9 +84,9 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
 
 def _session_of(directory: str, step: int | None, arguments: Any) -> LoadSession | None:
     """Begin the load of an iteration; None if it is undecided which one Megatron takes."""
-    if (index := index_of(directory, step, arguments)) is not None:
+    if (index := read_shared_index(directory, step, arguments)) is not None:
         return LoadSession(index.folder, index)
-    folder = folder_named(directory, arguments)
+    folder = folder_to_load(directory, arguments)
     return None if folder is None else LoadSession(folder)
 
 

@@ -32,17 +32,17 @@ _COMMON = "load_common_state_dict"
 
 
 @contextmanager
-def index_shared(stored: FolderIndex) -> Iterator[None]:
+def share_index(stored: FolderIndex) -> Iterator[None]:
     """Let torch and Megatron use the index that rank 0 has read for this rank, within this scope.
 
     Args:
         stored: the index of the checkpoint to load; without an effect if every rank reads its own.
     """
-    with nullcontext() if stored.shared is None else index_read_once(stored):
+    with nullcontext() if stored.shared is None else read_index_once(stored):
         yield
 
 
-def shared_with(handed: SharedIndex | None) -> SharedIndex | None:
+def index_for_this_rank(handed: SharedIndex | None) -> SharedIndex | None:
     """Return the index of rank 0 if it belongs to this rank's folder, too; else None.
 
     If this rank's folder is another copy, for example on a local disk, the size of its index may differ.
@@ -50,7 +50,7 @@ def shared_with(handed: SharedIndex | None) -> SharedIndex | None:
     return None if handed is None or _size(handed.folder) != handed.size else handed
 
 
-def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
+def read_shared_index(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
     """Return the index of the iteration that a load would take, mostly without plans; None without one.
 
     Plans are only needed by jobs that reuse the plan of the previous save (`--ckpt-assume-constant-structure`,
@@ -129,14 +129,15 @@ class TorchIndex:
 
 
 @contextmanager
-def index_read_once(stored: FolderIndex | None = None) -> Iterator[TorchIndex]:
+def read_index_once(stored: FolderIndex | None = None) -> Iterator[TorchIndex]:
     """Let torch unpickle the index of a folder only once within this scope.
 
     Args:
         stored: the index of the checkpoint to load, which rank 0 may have read for this rank.
     """
     reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
-    original, index = reader.read_metadata, TorchIndex(reader, stored)
+    original = reader.read_metadata
+    index = TorchIndex(reader, stored)
 
     @functools.wraps(original)
     def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:

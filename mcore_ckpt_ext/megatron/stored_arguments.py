@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
-from mcore_ckpt_ext.megatron.presentation import folder_to_present
+from mcore_ckpt_ext.megatron.presentation import session_to_present
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
@@ -31,7 +31,7 @@ def wrap_load_args(original: Function) -> Function:
         call = signature.bind(*positional, **keywords)
         call.apply_defaults()
         arguments = call.arguments["args"]
-        session = folder_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
+        session = session_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
         if session is None or LegacyCheckpoint.recognizes(session.folder):
             return original(*positional, **keywords)
         checkpoint = session.checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.presentation import changes_of, folder_to_present
+from mcore_ckpt_ext.megatron.presentation import reasons_to_present, session_to_present
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
 from mcore_ckpt_ext.patching.overrides import Scope
@@ -22,7 +22,7 @@ def load_weights_alone(
 
     Args:
         scope: the globals of Megatron's checkpointing module.
-        session: the load.
+        session: the folder to load.
         directory: the run folder.
         chunks: the unwrapped model chunks.
         stock: calls the original with all its arguments.
@@ -33,19 +33,20 @@ def load_weights_alone(
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
     """
-    arguments, sessions = scope["get_args"](), [session]
+    arguments = scope["get_args"]()
 
     def inspect_here() -> Path | None:
-        here = folder_to_present(directory, arguments, session)
-        if here is None:
+        nonlocal session
+        presentable = session_to_present(directory, arguments, session)
+        if presentable is None:
             return None
-        sessions.append(here)
-        return here.folder if changes_of(here, arguments, megatron_version()) else None
+        session = presentable
+        return session.folder if reasons_to_present(session, arguments, megatron_version()) else None
 
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock(), ""
-    session = sessions[-1].with_folder(folder)
+    session = session.with_folder(folder)
     with presented(scope, session, chunks):
         result = stock()
     checkpoint = session.checkpoint

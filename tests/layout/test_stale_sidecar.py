@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.additive_checksum import written
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
-from mcore_ckpt_ext.megatron.load_decision import packs_otherwise
+from mcore_ckpt_ext.megatron.load_assessment import packs_otherwise
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, SharedIndex, digest_of_index

@@ -43,7 +43,7 @@ class Resume:
     """A resume, as far as its phases have brought it.
 
     Attributes:
-        session: the load of its checkpoint.
+        session: the folder to load.
         running: the arguments of the running job.
         options: the user's options.
         summaries: the models of all ranks.

@@ -162,7 +162,9 @@ def any_keeps_remainders(optimizer: Any) -> bool:
     return any(map(keeps_remainders, Chain.of(optimizer).distributed))
 
 
-def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]) -> list[str]:
+def differing_arguments(
+    chain: Chain, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]
+) -> list[str]:
     """Return the optimizer arguments that differ from the checkpoint's; Megatron does not check them.
 
     torch's loader copies numbers into any tensor that is requested: int16 remainders into fp32 masters, or masters
