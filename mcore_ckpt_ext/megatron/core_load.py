@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,11 @@ from mcore_ckpt_ext.optimizers.table import may_be_shifted
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import masters_hold
 from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import ReentrancyGuard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
-Function = Callable[..., Any]
 _SAMPLES = 512
 # The layout of the job that saved is unknown without these sizes.
 _PLACING = ("tensor", "pipeline", "virtual_pipeline", "expert")
@@ -202,7 +202,7 @@ def _plan(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
     fits = all(agreed("looking at the checkpoint", lambda: _fits(session, request)))
 
     def inspect_here() -> tuple[LoadDecision, bool, DataOrder] | None:
-        """Return rank 0's decision, if a load is to be checked afterwards (`UncheckedLoads`), and the data's order."""
+        """Return rank 0's decision, whether `UncheckedLoads` checks a load by Megatron, the data's order."""
         if not is_first_rank() or not serves(optimizer):
             return None
         arguments = session.checkpoint.arguments

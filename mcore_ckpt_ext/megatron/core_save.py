@@ -20,10 +20,9 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.sidecar_writer import packing_recorder
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import ReentrancyGuard
 from mcore_ckpt_ext.patching.singletons import PROCESS
-
-Function = Callable[..., Any]
 
 
 class PendingSave:

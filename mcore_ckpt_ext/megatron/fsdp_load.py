@@ -39,14 +39,8 @@ def load_into_fsdp(
 ) -> tuple[Any, str]:
     """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the folder to load.
-        directory: the run folder.
-        stock: calls the original with all its arguments.
-
     Returns:
-        The result of the original, and a summary; empty if stock Megatron has loaded.
+        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has loaded.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
@@ -104,16 +98,8 @@ def load_into_torch_fsdp(
 ) -> tuple[Any, str]:
     """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the folder to load.
-        directory: the run folder.
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer.
-        stock: calls the original with all its arguments.
-
     Returns:
-        The result of the original, and a summary; empty if stock Megatron has loaded.
+        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has loaded.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,13 +57,13 @@ from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.shared_index import share_index
 from mcore_ckpt_ext.megatron.weights_load import load_weights_alone
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import Scope, overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden, scope_of
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
-Function = Callable[..., Any]
 _ANEW = "random state is reinitialized"
 
 
@@ -99,7 +99,7 @@ class _LoadCall:
         bound = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         bound.apply_defaults()
         self._given = bound.arguments
-        self._scope = scope = _scope(original)
+        self._scope = scope = scope_of(original)
         self._arguments = arguments = scope["get_args"]()
         self._chunks = scope["unwrap_model"](ddp_model)
         self._optimizer = optimizer
@@ -171,7 +171,7 @@ class _LoadCall:
         return sentence_of(differences(self._resume.running, old, new, megatron_version()))
 
     def _continue_data(self) -> None:
-        """Continue the data in its order, and log where that fails, unless the summary of a fill has said so."""
+        """Continue the data in its order, and log where that fails, unless a summary has."""
         data = self._resume.data
         keep_history(self._resume.data_layouts, self._arguments)
         if self._resume.loader_states is not None:
@@ -325,12 +325,6 @@ def _options(arguments: Any) -> ResumeOptions:
         read_once=READ_ONCE.chosen(arguments),
         own_bounds=takes_own_bounds(vars(arguments), megatron_version()),
     )
-
-
-def _scope(original: Function) -> Scope:
-    """Return the globals of Megatron's checkpointing module, beneath other wrappers of its functions."""
-    scope: Scope = inspect.unwrap(original).__globals__
-    return scope
 
 
 def _resumes_optimizer(scope: Scope, optimizer: Any) -> bool:

@@ -203,25 +203,23 @@ def refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | 
         ResumeRefusedError: on every rank, if the checkpoint names another kind of optimizer than the running job.
     """
     arguments = scope["get_args"]()
+
+    def compare() -> None:
+        try:
+            common, name, release, _ = _call_megatron(scope, call, directory)
+        except (Exception, CheckpointException):  # noqa: BLE001 - stock Megatron meets it again and reports it
+            return
+        if common is None or release or "args" not in common:
+            return
+        written = JobArguments.of(vars(common["args"]))
+        check_optimizer_was_saved(written, str(name))
+        running_kind = kind_named(vars(arguments))
+        if is_another_kind(written, running_kind):
+            stored_kind = kind_named(written.raw)
+            raise another_kind_of_optimizer(f"--optimizer {stored_kind}", f"--optimizer {running_kind}", str(name))
+
     if arguments.ckpt_format == TORCH_DIST:
-        agreed(_PHASE, lambda: _refuse_another_kind(scope, call, directory))
-
-
-def _refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | None) -> None:
-    arguments = scope["get_args"]()
-    try:
-        common, name, release, _ = _call_megatron(scope, call, directory)
-    except (Exception, CheckpointException):  # noqa: BLE001 - stock Megatron meets it again and reports it
-        return
-    if common is None or release or "args" not in common:
-        return
-    written = JobArguments.of(vars(common["args"]))
-    check_optimizer_was_saved(written, str(name))
-    if is_another_kind(written, kind_named(vars(arguments))):
-        stored_kind, running_kind = (
-            f"--optimizer {kind_named(settings)}" for settings in (written.raw, vars(arguments))
-        )
-        raise another_kind_of_optimizer(stored_kind, running_kind, str(name))
+        agreed(_PHASE, compare)
 
 
 def _call_megatron(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:

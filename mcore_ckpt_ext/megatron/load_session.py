@@ -1,4 +1,4 @@
-"""The folder that a load takes, with its index and the open checkpoint, each read once for the whole load."""
+"""The folder that a load takes, with its index and open checkpoint, each read once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LoadSession:
         self.index = FolderIndex(folder, shared)
 
     def with_folder(self, folder: Path) -> LoadSession:
-        """Return this session if it is of this folder; another one if Megatron takes another folder than expected."""
+        """Return this session, or another one if Megatron takes another folder than expected."""
         return self if self.index.is_of(folder) else LoadSession(folder)
 
     @property

@@ -17,12 +17,7 @@ def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None,
 
     `--pretrained-checkpoint` is used if `--load` has no tracker, and implies `--finetune` (`load_checkpoint`,
     megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2); so does `--freeze-all-layers` (development head of
-    August 2026).
-
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        arguments: Megatron's arguments.
-        load_arg: the name of the argument that holds the path to load from.
+    August 2026). `load_arg` names the argument that holds the path to load from.
     """
     directory = getattr(arguments, load_arg)
     pretrained = getattr(arguments, "pretrained_checkpoint", None)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,17 +31,16 @@ from mcore_ckpt_ext.megatron.saving.save import Save
 from mcore_ckpt_ext.megatron.saving.strategies import MegatronWriters, ResiliencyWriters
 from mcore_ckpt_ext.megatron.saving.validation import collecting_index_problems, problems_on_disk, stored_bytes
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import Scope, overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden, scope_of
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
 
-Function = Callable[..., Any]
-
 
 def wrap_save_checkpoint(original: Function) -> Function:
     """Wrap `save_checkpoint`: a torch_dist checkpoint is either complete or absent, and has a sidecar."""
-    scope: Scope = inspect.unwrap(original).__globals__
+    scope = scope_of(original)
 
     @functools.wraps(original)
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
@@ -141,7 +140,7 @@ def _new_exports() -> Exports:
 
 def _writers(original: Function, request: object = None) -> MegatronWriters:
     """Return the writers of the job's strategy, which the request shows, or else the queue."""
-    scope = inspect.unwrap(original).__globals__
+    scope = scope_of(original)
     modules = [type(item).__module__ for item in (request, scope.get("_async_calls_queue"))]
     is_other = any(module.startswith("nvidia_resiliency_ext.") for module in modules)
     kind = ResiliencyWriters if is_other else MegatronWriters

@@ -19,9 +19,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_name
@@ -62,13 +59,6 @@ def read_shared_index(directory: Any, step: int | None, arguments: Any) -> Share
         index = SharedIndex(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
         return index if getattr(arguments, "ckpt_assume_constant_structure", False) else index.without_plans()
     return None
-
-
-def is_moved(session: LoadSession, arguments: Any) -> bool:
-    """Return True if the layout differs from the checkpoint's, so that this package reads tensors."""
-    with suppress(CheckpointError, OSError):
-        return bool(placement_changes(session.checkpoint.arguments, JobArguments.of(vars(arguments))))
-    return False
 
 
 def _size(folder: Path) -> int:

@@ -20,15 +20,8 @@ def load_weights_alone(
 ) -> tuple[Any, str]:
     """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the folder to load.
-        directory: the run folder.
-        chunks: the unwrapped model chunks.
-        stock: calls the original with all its arguments.
-
     Returns:
-        The result of the original, and a summary if random states of the checkpoint were not restored; else empty.
+        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has read the files.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.

@@ -38,6 +38,11 @@ class Chain:
     whole: Sequence[tuple[Any, Any]]
     unknown: Sequence[Any]
 
+    @property
+    def supported(self) -> Sequence[Any]:
+        """The optimizers that this package supports."""
+        return (*self.distributed, *(optimizer for optimizer, _ in self.whole))
+
     @classmethod
     def of(cls, optimizer: Any) -> Chain:
         """Return the members of an optimizer that may be a (nested) chain.
