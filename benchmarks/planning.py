@@ -9,9 +9,9 @@ The checkpoints in FOLDER have all metadata, including the plans of the ranks, a
 and parses the index, checks that all files exist, and sends the index; meanwhile the others wait. One of the others, in
 a separate process, receives it, lets real Megatron read the common state, opens the checkpoint, recovers the layout as
 far as needed, plans weights and optimizer, looks up every record that the plan reads, and compares the names that all
-ranks report. These are the calls of a live job (`probe.probe_checkpoint`, `load_decision`, `optimizer_reshard.prepare`,
-`live.sharded_load`), with the live rank's shards derived from the arguments. Seconds are the sum of both; sending some
-ten megabytes between them is not measured.
+ranks report. These are the calls of a live job (`probe.probe_checkpoint`, `load_assessment`,
+`optimizer_reshard.prepare`, `live.sharded_load`), with the live rank's shards derived from the arguments. Seconds are
+the sum of both; sending some ten megabytes between them is not measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.job import RankSummary
 from mcore_ckpt_ext.megatron.probe import probe_checkpoint
-from mcore_ckpt_ext.megatron.shared_index import index_shared
+from mcore_ckpt_ext.megatron.shared_index import share_index
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, make_plan
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
@@ -160,7 +160,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     handed = pickle.loads(data)  # pickled by the process above
     assert handed is not None  # noqa: S101 - otherwise another way was measured
     stored = FolderIndex(iteration, handed)
-    with index_shared(stored):
+    with share_index(stored):
         agreed_here("looking at the checkpoint", lambda: dist_checkpointing.load_common_state_dict(str(iteration)))
         seen = time.process_time() - busy
         checkpoint = agreed_here("opening the checkpoint", opened)

@@ -22,9 +22,9 @@ IS_PLUGGED = os.environ["MCORE_CKPT_EXT"] == "1"
 # The functions of this package that a save calls on rank 0, except those that only delegate: module, class, methods.
 OWN = (
     ("megatron.saving.atomic_write", "Disk", ("prepare",)),
-    ("megatron.saving.ranks", "JobRanks", ("agree",)),
-    ("megatron.saving.committer", "Publisher", ("begin", "end")),
-    ("megatron.saving.strategies", "MegatronWriters", ("claimed",)),
+    ("megatron.saving.ranks", "JobRanks", ("agree_on",)),
+    ("megatron.saving.publisher", "Publisher", ("begin", "finish")),
+    ("megatron.saving.strategies", "MegatronWriters", ("take_over",)),
     ("megatron.save", None, ("problems_on_disk", "stored_bytes")),
     ("megatron.live.digests", "Digester", ("begin",)),
     ("megatron.live.digests", "Digests", ("share",)),

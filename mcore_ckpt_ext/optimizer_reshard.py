@@ -92,7 +92,7 @@ def prepare(
     """Open the checkpoint, recover the packing that this rank needs, plan, check each record. Collective.
 
     Args:
-        session: the load of the checkpoint.
+        session: the folder to load.
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         arguments: Megatron's arguments of the run.
@@ -102,9 +102,9 @@ def prepare(
         ResumeRefusedError: on every rank, if some rank cannot resume.
     """
     resume = Resume(session, arguments, options)
-    ranks = LiveRank(chunks, optimizer)
-    perform(PREPARING, resume, ranks)
-    return Prepared(resume, ranks)
+    rank = LiveRank(chunks, optimizer)
+    perform(PREPARING, resume, rank)
+    return Prepared(resume, rank)
 
 
 class LiveRank:
@@ -143,7 +143,7 @@ class LiveRank:
     def read_model(self, resume: Resume) -> RankSummary:
         """Read the live model and optimizer, and return the summary for the other ranks."""
         self.job = LiveJob(self._chunks, self._optimizer, resume.spell)
-        return self.job.view
+        return self.job.summary
 
     def rename(self, resume: Resume) -> None:
         """Read the live model again if the checkpoint has other names."""
@@ -303,7 +303,7 @@ class Prepared:
     """A planned resume; nothing has been changed yet."""
 
     resume: Resume
-    ranks: LiveRank
+    rank: LiveRank
 
     @property
     def checkpoint(self) -> CheckpointView:
@@ -326,7 +326,7 @@ class Prepared:
         Raises:
             ResumeRefusedError: on every rank, if some rank's masters do not round to its weights.
         """
-        perform([VERIFYING], self.resume, self.ranks)
+        perform([VERIFYING], self.resume, self.rank)
         return Proven(self)
 
 
@@ -342,5 +342,5 @@ class Proven:
         Raises:
             ResumeRefusedError: on every rank, if reading failed on some rank; training must not continue.
         """
-        perform([FILLING], self.prepared.resume, self.prepared.ranks)
-        return self.prepared.ranks.summary
+        perform([FILLING], self.prepared.resume, self.prepared.rank)
+        return self.prepared.rank.summary

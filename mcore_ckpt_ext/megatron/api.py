@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-from mcore_ckpt_ext import __version__
 from mcore_ckpt_ext.collectives import agreed, agreed_here, is_first_rank
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.megatron.live.arguments import live_arguments, unwrapped
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
-from mcore_ckpt_ext.megatron.live.sidecar_writer import PackingRecorder
+from mcore_ckpt_ext.megatron.live.sidecar_writer import packing_recorder
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
 _NONE = "no sidecar is written"
@@ -75,20 +72,14 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
         ...     print(str(refusal).splitlines()[0])
         mcore_ckpt_ext refused while looking at the checkpoint; no sidecar is written
     """
-    folder, chunks = Path(os.fspath(path)), unwrapped(model)
+    folder = Path(os.fspath(path))
+    chunks = unwrapped(model)
     iteration = agreed("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.iteration, _NONE)[0]
     settings = live_arguments(chunks, optimizer).raw
-    text = recorder().text(lambda: chunks, optimizer, settings, iteration)
+    text = packing_recorder().text(lambda: chunks, optimizer, settings, iteration)
 
     def write() -> None:
         if text and is_first_rank():
             Disk().publish(folder, text, None, "")
 
     agreed(f"writing {FILE_NAME}", write, _NONE)
-
-
-def recorder() -> PackingRecorder:
-    """Return this process's recorder of packings."""
-    # After a plus sign Megatron appends the commit of the git repository that contains it.
-    megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
-    return PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))

@@ -27,9 +27,9 @@ from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 _SHOWN = 3
 # Compare one of this many stretches (`live_mismatches`); an optimizer that this package filled is already fully
 # compared.
-_OF_STOCK = 3
-_OF_OURS = 8
-PROVEN = f"masters verified against their weights, one of every {_OF_STOCK} stretches of {STRETCH:,} elements"
+_EVERY_AFTER_STOCK = 3
+_EVERY_AFTER_FILL = 8
+PROVEN = f"masters verified against their weights, one of every {_EVERY_AFTER_STOCK} stretches of {STRETCH:,} elements"
 """The outcome of `prove_loaded` in a log line, if this package did not fill the optimizer."""
 
 
@@ -59,7 +59,7 @@ class WriteDetector:
         return any(p._version != self._versions.get(id(p)) for p in _parameters(chunks))
 
 
-def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: MasterCheck | None) -> bool:
+def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, permitted: MasterCheck | None) -> bool:
     """Stop the job if masters do not round to their weights, or log a warning. Collective.
 
     It costs less than 2 % of a load, as only some stretches of large parameters are compared (see `live_mismatches`).
@@ -68,7 +68,7 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: MasterChe
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         loaded: True if this rank has loaded anything.
-        weaker: see `live_mismatches`; None if this package did not fill the optimizer.
+        permitted: see `live_mismatches`; None if this package did not fill the optimizer.
 
     Returns:
         True if every rank compared all of its masters without a mismatch; False if some masters are joined from
@@ -77,8 +77,8 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: MasterChe
     Raises:
         ProofError: on every rank, with the names of the parameters.
     """
-    every = _OF_STOCK if weaker is None else _OF_OURS
-    comparisons = _comparisons(chunks, optimizer, loaded, weaker, every)
+    every = _EVERY_AFTER_STOCK if permitted is None else _EVERY_AFTER_FILL
+    comparisons = _comparisons(chunks, optimizer, loaded, permitted, every)
     mismatches = [mismatch for comparison in comparisons for mismatch in comparison.found or ()]
     if not mismatches:
         return all(comparison.found is not None and not comparison.has_remainders for comparison in comparisons)
@@ -123,13 +123,13 @@ def repair_shifted(session: LoadSession, chunks: Chunks, optimizer: Any, argumen
 
 
 def _comparisons(
-    chunks: Chunks, optimizer: Any, loaded: bool, weaker: MasterCheck | None = None, every: int = 1
+    chunks: Chunks, optimizer: Any, loaded: bool, permitted: MasterCheck | None = None, every: int = 1
 ) -> list[_Comparison]:
     """Return the comparisons of all ranks; an error in one does not end a load that has succeeded."""
     mismatches: list[LiveMismatch] | None = None
     problem: str | None = None
     try:
-        mismatches = live_mismatches(chunks, optimizer, weaker, every) if loaded else None
+        mismatches = live_mismatches(chunks, optimizer, permitted, every) if loaded else None
     except UnsupportedCheckpointError as error:
         problem = f"this version cannot check the optimizer: {error.found}"
     except Exception as error:  # noqa: BLE001 - see the docstring

@@ -9,12 +9,10 @@ a persistent writer, forked, spawned or started by a fork server, runs `Persiste
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.megatron.saving.parent_watch import children_end_with_this_process, end_with_parent
-
-Function = Callable[..., Any]
+from mcore_ckpt_ext.patching.patch_point import Function
 
 
 def wrap_async_loop(original: Function) -> Function:
@@ -30,4 +28,4 @@ def wrap_async_loop(original: Function) -> Function:
 
 def wrap_results_queue(original: Function) -> Function:
     """Wrap the start of the process that holds the writers' results: that process ends with its rank."""
-    return children_end_with_this_process()(original)
+    return children_end_with_this_process()(original)  # the context, as a decorator: each call enters it

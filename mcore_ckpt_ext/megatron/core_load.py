@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
     keeps_remainders,
 )
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
-from mcore_ckpt_ext.megatron.load_decision import explain, with_order_compared
+from mcore_ckpt_ext.megatron.load_assessment import explain, with_order_compared
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_request import (
     LoadPlan,
@@ -62,11 +62,14 @@ from mcore_ckpt_ext.optimizers.table import may_be_shifted
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import masters_hold
 from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import ReentrancyGuard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
-Function = Callable[..., Any]
+_SAMPLES = 512
+# The layout of the job that saved is unknown without these sizes.
+_PLACING = ("tensor", "pipeline", "virtual_pipeline", "expert")
 
 
 def wrap_sharded_state_dict(original: Function) -> Function:
@@ -107,9 +110,9 @@ def wrap_load(original: Function) -> Function:
         if lacks_requested_states(session, tree):
             announce("random states stay as they are: the checkpoint lacks some that this job requests")
             call.arguments["sharded_state_dict"] = with_live_random_states(tree)
-        if not _all_ask(session, list(requests.values())):
+        if not _all_request(session, list(requests.values())):
             return load_stored(*call.args, **call.kwargs)
-        planned = [(path, _planned(session, request)) for path, request in requests.items()]
+        planned = [(path, _plan(session, request)) for path, request in requests.items()]
         plans = {path: plan for path, plan in planned if plan is not None}
         if not plans:
             return load_stored(*call.args, **call.kwargs)
@@ -153,7 +156,7 @@ def _check_is_readable(folder: Path) -> None:
         )
 
 
-def _all_ask(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
+def _all_request(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
     """Return True if every rank requests an optimizer; else Megatron has to load. Collective.
 
     Programs skip a rank's optimizer that trains no parameter: a stub, whose `sharded_state_dict` cannot be called
@@ -165,12 +168,12 @@ def _all_ask(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
     has_request = gather(bool(requests))
     if all(has_request) or not any(has_request):
         return has_request[0]
-    speaks = rank_and_size()[0] == has_request.index(True)
+    is_first_with_request = rank_and_size()[0] == has_request.index(True)
 
     def inspect_here() -> None:
-        served = [request for request in requests if serves(request.optimizer)] if speaks else []
+        served = [request for request in requests if serves(request.optimizer)] if is_first_with_request else []
         if served and any(
-            not _decided(session, request.optimizer, _fits(session, request)).is_stock for request in served
+            not _decide(session, request.optimizer, _fits(session, request)).is_stock for request in served
         ):
             ranks = format_ranks(rank for rank, has_one in enumerate(has_request) if not has_one)
             raise UnsupportedCheckpointError(
@@ -185,7 +188,7 @@ def _all_ask(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
     return False
 
 
-def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
+def _plan(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
     """Plan the resume of an optimizer that Megatron cannot load. Collective.
 
     Returns:
@@ -199,13 +202,13 @@ def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
     fits = all(agreed("looking at the checkpoint", lambda: _fits(session, request)))
 
     def inspect_here() -> tuple[LoadDecision, bool, DataOrder] | None:
-        """Return rank 0's decision, if a load is to be checked afterwards, and the data's order."""
+        """Return rank 0's decision, whether `UncheckedLoads` checks a load by Megatron, the data's order."""
         if not is_first_rank() or not serves(optimizer):
             return None
         arguments = session.checkpoint.arguments
         order = order_in_another_loop(arguments, live_arguments(chunks_of(optimizer), optimizer))
         check_required_order(order, None, session.folder)
-        return _decided(session, optimizer, fits), not session.checkpoint.names(WEIGHT), order
+        return _decide(session, optimizer, fits), not session.checkpoint.names(WEIGHT), order
 
     rank0_decision = agreed("looking at the checkpoint", inspect_here)[0]
     if rank0_decision is None:
@@ -238,19 +241,20 @@ def _fits(session: LoadSession, request: LoadRequest) -> bool:
     return False
 
 
-def _decided(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
+def _decide(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
     """Decide who loads an optimizer that this package can fill.
 
     Args:
-        session: the load.
+        session: the folder to load.
         optimizer: the live optimizer.
         fits: True if every rank finds the arrays that it requests, of equal sizes. If the stored layout is unknown,
-            nothing else can be checked beforehand; a load by Megatron is then checked afterwards (`UncheckedLoads`).
+            nothing else can be checked beforehand.
     """
     checkpoint = session.checkpoint
     if checkpoint.optimizer_format is None:
         return LoadDecision(Loop.CORE)
-    running, chain = live_arguments(chunks_of(optimizer), optimizer), Chain.of(optimizer)
+    running = live_arguments(chunks_of(optimizer), optimizer)
+    chain = Chain.of(optimizer)
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
     both = [_spelled_out(arguments) for arguments in (checkpoint.arguments, running)]
     # The order in the buffers, if the sidecar has it, is compared afterwards (`with_order_compared`).
@@ -263,7 +267,7 @@ def _decided(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
         chain=chain,
         written=checkpoint.arguments,
         running=running,
-        switched=lambda: _switched(checkpoint, chain),
+        differing_arguments=lambda: _differing_arguments(checkpoint, chain),
         stored_groups=stored_groups(session),
         is_shifted=lambda: _is_shifted(checkpoint),
         is_before_first_step=lambda: is_before_first_step(checkpoint),
@@ -271,7 +275,7 @@ def _decided(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
     return decide(facts)
 
 
-def _switched(checkpoint: Checkpoint, chain: Chain) -> list[str]:
+def _differing_arguments(checkpoint: Checkpoint, chain: Chain) -> list[str]:
     """Return the optimizer's arguments that differ from the checkpoint's, if it has them."""
     kinds = {"optimizer_cpu_offload": is_offloaded, "use_precision_aware_optimizer": is_precision_aware}
     settings = {name: bool(value) for name, value in checkpoint.arguments.raw.items() if name in kinds}
@@ -311,8 +315,3 @@ def _spelled_out(arguments: JobArguments) -> JobArguments:
     return arguments.replace(
         expert_tensor_parallel_size=layout.expert_tensor, virtual_pipeline_model_parallel_size=layout.virtual_pipeline
     )
-
-
-_SAMPLES = 512
-# The layout of the job that saved is unknown without these sizes.
-_PLACING = ("tensor", "pipeline", "virtual_pipeline", "expert")

@@ -15,15 +15,14 @@ from typing import Any
 
 from mcore_ckpt_ext.collectives import gather, is_first_rank
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.megatron.api import recorder
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+from mcore_ckpt_ext.megatron.live.sidecar_writer import packing_recorder
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import ReentrancyGuard
 from mcore_ckpt_ext.patching.singletons import PROCESS
-
-Function = Callable[..., Any]
 
 
 class PendingSave:
@@ -34,12 +33,12 @@ class PendingSave:
 
     def __init__(self) -> None:
         self._optimizer: Callable[[], Any] = lambda: None
-        self._answer = 0
+        self._state_dict_id = 0
 
-    def note(self, optimizer: Any, answer: object) -> None:
+    def note(self, optimizer: Any, state_dict: object) -> None:
         """Record the sharded state dict of an optimizer."""
         self._optimizer = weakref.ref(optimizer)
-        self._answer = id(answer)
+        self._state_dict_id = id(state_dict)
 
     def found_in(self, tree: Any) -> Any:
         """Return the optimizer whose sharded state dict is part of a state dict; None if there is none."""
@@ -48,7 +47,7 @@ class PendingSave:
     def _is_in(self, tree: Any) -> bool:
         if not isinstance(tree, dict):
             return False
-        return id(tree) == self._answer or any(self._is_in(value) for value in tree.values())
+        return id(tree) == self._state_dict_id or any(self._is_in(value) for value in tree.values())
 
 
 def wrap_save(original: Function) -> Function:
@@ -58,7 +57,8 @@ def wrap_save(original: Function) -> Function:
     @functools.wraps(original)
     def save(*positional: Any, **keywords: Any) -> Any:
         call = signature.bind(*positional, **keywords).arguments
-        tree, folder = call["sharded_state_dict"], str(call["checkpoint_dir"])
+        tree = call["sharded_state_dict"]
+        folder = str(call["checkpoint_dir"])
         optimizer = PROCESS.one(PendingSave).found_in(tree)
         is_partial = call.get("process_group") is not None
         if is_partial or PROCESS.one(ReentrancyGuard).is_busy or "://" in folder or not _all_save(optimizer, folder):
@@ -93,7 +93,7 @@ def _text(optimizer: Any, iteration: object) -> str:
         return ""
     chunks = functools.partial(chunks_of, optimizer)
     settings = live_arguments(chunks(), optimizer).raw
-    return recorder().text(chunks, optimizer, settings, iteration if isinstance(iteration, int) else 0)
+    return packing_recorder().text(chunks, optimizer, settings, iteration if isinstance(iteration, int) else 0)
 
 
 def _publish(folder: Path, text: str) -> None:

@@ -18,12 +18,12 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.weight_shards import check_gates
 from mcore_ckpt_ext.megatron.live.compatibility import becomes_hybrid, check_optimizer_was_saved, check_tokens
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, kind_named, switched
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, differing_arguments, kind_named
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
-from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
-from mcore_ckpt_ext.megatron.presentation import changes_of
+from mcore_ckpt_ext.megatron.policy import ARGUMENT_CHECKS, LoadDecision, decide
+from mcore_ckpt_ext.megatron.presentation import reasons_to_present
 from mcore_ckpt_ext.optimizers.first_step import counts_no_step
 from mcore_ckpt_ext.optimizers.table import FORMATS, unlabeled_format
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
@@ -52,14 +52,16 @@ def facts_of(session: LoadSession, job: RunningJob, common: Mapping[str, Any] | 
     """Return the facts of a load by Megatron's own loop.
 
     Args:
-        session: the load.
+        session: the folder to load.
         job: the job.
         common: the common state; None if `sources.legacy_state_dict` presents the checkpoint to Megatron.
 
     Raises:
         CheckpointError: the job cannot resume the checkpoint, whatever its optimizer is.
     """
-    running, folder, chain = JobArguments.of(vars(job.arguments)), session.folder, job.chain
+    running = JobArguments.of(vars(job.arguments))
+    folder = session.folder
+    chain = job.chain
     # Other loops save no arguments.
     is_foreign = common is None or ARGUMENTS not in common
     written = session.checkpoint.arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))  # type: ignore[index]
@@ -70,14 +72,14 @@ def facts_of(session: LoadSession, job: RunningJob, common: Mapping[str, Any] | 
         chain=chain,
         written=written,
         running=running,
-        switched=lambda: _switched(session, written, chain, job.arguments),
+        differing_arguments=lambda: _differing_arguments(session, written, chain, job.arguments),
         stored_groups=stored_groups(session),
         has_new_tokens=job.has_new_tokens,
     )
     if common is None:
         return replace(
             facts,
-            blockers=changes_of(session, job.arguments, job.version),
+            blockers=reasons_to_present(session, job.arguments, job.version),
             has_own_files=lambda: _has_own_files(folder, chain, job.arguments),
         )
     check_tokens(written.tokens, running, folder)
@@ -98,7 +100,7 @@ def decision_on(facts: LoadFacts) -> LoadDecision | None:
     """Decide who loads; None if there is no optimizer state that this package could fill."""
     decision = decide(facts)
     is_known = facts.loop is Loop.LEGACY or bool(facts.chain.whole) or facts.optimizer_format in FORMATS
-    return decision if is_known or decision.reason in OF_ARGUMENTS else None
+    return decision if is_known or decision.reason in ARGUMENT_CHECKS else None
 
 
 def stored_groups(session: LoadSession) -> Callable[[], Sequence[Mapping[str, Any]]]:
@@ -145,9 +147,9 @@ def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
     return bool(arguments.ckpt_format == LEGACY and files == arguments.world_size)
 
 
-def _switched(session: LoadSession, written: JobArguments, chain: Chain, arguments: Any) -> Sequence[str]:
+def _differing_arguments(session: LoadSession, written: JobArguments, chain: Chain, arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
         index = session.checkpoint.format_reader.index
         return index is not None and has_remainders(index)
 
-    return switched(chain, written, kind_named(vars(arguments)), stored_remainders)
+    return differing_arguments(chain, written, kind_named(vars(arguments)), stored_remainders)

@@ -77,7 +77,7 @@ class SavedStates:
     files: tuple[Path, ...]
 
 
-def with_states(
+def add_loader_states(
     order: DataOrder, written: JobArguments, running: JobArguments, folder: str
 ) -> tuple[DataOrder, SavedStates | None]:
     """Return the states with which a data loader goes on, and the account with them.

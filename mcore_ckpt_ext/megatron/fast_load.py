@@ -31,7 +31,7 @@ from mcore_ckpt_ext.megatron.live.sharded_load import (
     with_stored_key,
 )
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.shared_index import TorchIndex, index_read_once
+from mcore_ckpt_ext.megatron.shared_index import TorchIndex, read_index_once
 from mcore_ckpt_ext.megatron.trees import leaves
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
@@ -50,7 +50,7 @@ def reading_fast(
     If some rank requests something unsupported, Megatron's own loader reads everything, before anything is written.
 
     Args:
-        session: the load; of another folder that Megatron loads meanwhile, the checkpoint is opened by itself.
+        session: the folder to load; another one that Megatron loads meanwhile is opened by itself.
         opened: the checkpoint, if it has been opened and verified with further evidence.
         read_once: one rank reads data that several ranks need and sends them to the others.
 
@@ -69,14 +69,15 @@ def reading_fast(
         def stock(request: Any) -> Any:
             return original(self, request, checkpoint_dir, *more, **keywords)
 
-        started, here = time.monotonic(), session.with_folder(Path(str(checkpoint_dir)))
+        started = time.monotonic()
+        here = session.with_folder(Path(str(checkpoint_dir)))
         checked = opened if here is session else None
         answer, nbytes = _FastLoad(sharded_state_dict, here, checked, stock).run(index, read_once=read_once)
         if nbytes:
             log_lines.append(f"{nbytes / 1e6:,.1f} MB of tensors read in {time.monotonic() - started:.1f} s")
         return answer
 
-    with index_read_once(session.index) as index:
+    with read_index_once(session.index) as index:
         strategy.load = load
         try:
             yield log_lines
@@ -111,7 +112,7 @@ class _FastLoad:
 
         Args:
             request: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
-            session: the load of the iteration folder.
+            session: the folder to load.
             opened: its checkpoint, if it has been opened and verified with further evidence.
             stock: Megatron's own loader.
         """

@@ -27,6 +27,7 @@ from typing import ParamSpec, TypeVar
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.job.releases import NEEDS_PERSISTENT_WORKER
 from mcore_ckpt_ext.megatron.huggingface_export import check_export
+from mcore_ckpt_ext.megatron.running_version import version_text
 from mcore_ckpt_ext.megatron.sources.huggingface import check_arguments
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import (
@@ -52,7 +53,7 @@ from mcore_ckpt_ext.settings import (
     WARN,
     invalid_settings,
 )
-from mcore_ckpt_ext.versions import Version, parse_version
+from mcore_ckpt_ext.versions import parse_version
 
 P = ParamSpec("P")
 Arguments = TypeVar("Arguments", bound=Namespace)
@@ -78,7 +79,7 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
         call = signature.bind(*args, **kwargs)
         call.arguments[_PROVIDER] = _with_own_flags(call.arguments.get(_PROVIDER))
         arguments = original(*call.args, **call.kwargs)
-        version = megatron_version()
+        version = parse_version(version_text())
         changes = asynchronous_save_changes(arguments, sys.argv[1:], version, nvrx_problem)
         for change in changes:
             setattr(arguments, change.name, change.value)
@@ -274,11 +275,6 @@ def _saves_asynchronously(arguments: Namespace) -> bool:
 def _is_given(flag: str, command_line: Sequence[str]) -> bool:
     """Return True if the user gave a flag; Megatron's parser takes no abbreviations (allow_abbrev=False)."""
     return any(word == flag or word.startswith(f"{flag}=") for word in command_line)
-
-
-def megatron_version() -> Version | None:
-    """Return (major, minor) of the imported megatron.core; None if its version is unknown."""
-    return parse_version(getattr(sys.modules.get("megatron.core"), "__version__", ""))
 
 
 def nvrx_problem() -> str | None:

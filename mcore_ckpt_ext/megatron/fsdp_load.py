@@ -18,11 +18,11 @@ from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR, plain_backend
 from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.megatron.live.model import Chunks
-from mcore_ckpt_ext.megatron.load_decision import explain
+from mcore_ckpt_ext.megatron.load_assessment import explain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
-from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import MegatronFsdpAdapter
 from mcore_ckpt_ext.megatron.sources.torch_fsdp import TorchFsdpAdapter
 from mcore_ckpt_ext.patching.log import announce
@@ -39,14 +39,8 @@ def load_into_fsdp(
 ) -> tuple[Any, str]:
     """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the load.
-        directory: the run folder.
-        stock: calls the original with all its arguments.
-
     Returns:
-        The result of the original, and a summary; empty if stock Megatron has loaded.
+        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has loaded.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
@@ -54,7 +48,7 @@ def load_into_fsdp(
     arguments = scope["get_args"]()
 
     def inspect_here() -> tuple[Path, LoadDecision] | None:
-        folder = folder_named(directory, arguments)
+        folder = folder_to_load(directory, arguments)
         if folder is None:
             return None
         is_own = plain_backend(session.with_folder(folder).index) == FSDP_DTENSOR
@@ -87,7 +81,7 @@ def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
     """
     if not getattr(arguments, "use_torch_fsdp2", False) or arguments.ckpt_format == TORCH_DCP:
         return
-    if not (arguments.no_load_optim or arguments.finetune) and folder_named(directory, arguments) is not None:
+    if not (arguments.no_load_optim or arguments.finetune) and folder_to_load(directory, arguments) is not None:
         announce(
             f"stock Megatron does not load an optimizer under --use-torch-fsdp2 --ckpt-format {arguments.ckpt_format}; "
             f"with --ckpt-format {TORCH_DCP} this package resumes a checkpoint of any format"
@@ -104,22 +98,14 @@ def load_into_torch_fsdp(
 ) -> tuple[Any, str]:
     """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the load.
-        directory: the run folder.
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer.
-        stock: calls the original with all its arguments.
-
     Returns:
-        The result of the original, and a summary; empty if stock Megatron has loaded.
+        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has loaded.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
     """
     arguments = scope["get_args"]()
-    folder = agreed("looking at the checkpoint", lambda: folder_named(directory, arguments))[0]
+    folder = agreed("looking at the checkpoint", lambda: folder_to_load(directory, arguments))[0]
     if folder is None or optimizer is None:
         return stock(), ""
     explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.settings import EXPORT_HF, SWITCH
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 
 FOLDER = "hf"
-_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _GENTLE = ("nice", "-n", "10")
 _MEMORY = "256MiB"
 _SHOWN = 3
@@ -148,7 +148,7 @@ class Exports:
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that is no rank of the job and uses no accelerator."""
-    kept = {name: value for name, value in variables.items() if not name.startswith(_OF_RANKS)}
+    kept = {name: value for name, value in variables.items() if not name.startswith(_RANK_VARIABLES)}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", SWITCH.name: "0"}
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,32 +38,32 @@ from mcore_ckpt_ext.megatron.live.job_ranks import perform
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
-from mcore_ckpt_ext.megatron.load_decision import (
+from mcore_ckpt_ext.megatron.load_assessment import (
     LoadAssessment,
     explain,
     lacks_random_states,
     refuse_another_kind,
     with_order_compared,
 )
-from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RESUMING, MegatronLoad
+from mcore_ckpt_ext.megatron.load_phases import CHECKING, COMPLETENESS, DECIDING, LOOKING, RESUMING, MegatronResume
 from mcore_ckpt_ext.megatron.load_session import LoadSession, running_load
 from mcore_ckpt_ext.megatron.megatron_rank import MegatronRank
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initialization, kept_message
 from mcore_ckpt_ext.megatron.probe import resuming_from_complete
 from mcore_ckpt_ext.megatron.random_seed import seed_again
-from mcore_ckpt_ext.megatron.random_states import may_differ
-from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
+from mcore_ckpt_ext.megatron.random_states import grid_may_differ
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load, run_folder
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.shared_index import index_shared
+from mcore_ckpt_ext.megatron.shared_index import share_index
 from mcore_ckpt_ext.megatron.weights_load import load_weights_alone
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import Scope, overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden, scope_of
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
-Function = Callable[..., Any]
 _ANEW = "random state is reinitialized"
 
 
@@ -71,7 +71,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
     """Wrap `load_checkpoint`: fill the optimizer if stock would refuse or load other parameters' state."""
 
     def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any) -> Any:
-        return _Load(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).run()
+        return _LoadCall(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).run()
 
     @functools.wraps(original)
     def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
@@ -84,7 +84,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
     return load_checkpoint
 
 
-class _Load:
+class _LoadCall:
     """One call of `load_checkpoint`."""
 
     def __init__(
@@ -96,56 +96,56 @@ class _Load:
         positional: Sequence[Any],
         keywords: Mapping[str, Any],
     ) -> None:
-        call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
-        call.apply_defaults()
-        self._given = call.arguments
-        self._scope = scope = _scope(original)
+        bound = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        bound.apply_defaults()
+        self._given = bound.arguments
+        self._scope = scope = scope_of(original)
         self._arguments = arguments = scope["get_args"]()
         self._chunks = scope["unwrap_model"](ddp_model)
         self._optimizer = optimizer
-        self._original = functools.partial(original, ddp_model)
-        self._rest = functools.partial(self._original, optimizer, opt_param_scheduler, *positional, **keywords)
-        directory, self._finetunes = run_folder(scope, arguments, call.arguments["load_arg"])
-        self._load = MegatronLoad(
+        self._call = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        directory, self._finetunes = run_folder(scope, arguments, bound.arguments["load_arg"])
+        self._resume = MegatronResume(
             LoadSession(Path(str(directory))),
             JobArguments.of(vars(arguments)),
             _options(arguments),
             arguments=arguments,
-            load_arg=call.arguments["load_arg"],
+            load_arg=bound.arguments["load_arg"],
             directory=directory,
             takes_optimizer=_takes_optimizer(arguments, optimizer),
             is_sharded=is_of_fsdp(arguments) or is_of_torch_fsdp(arguments),
             scheduler=opt_param_scheduler,
         )
-        without_optimizer = functools.partial(self._original, None, None, *positional, **keywords)
+        without_optimizer = functools.partial(original, ddp_model, None, None, *positional, **keywords)
         self._rank = MegatronRank(scope, self._given, self._chunks, optimizer, without_optimizer)
         self._read_lines: list[str] = []
-        self._summary = self._unrestored = ""
-        self._summarized = False
+        self._summary = ""
+        self._unrestored = ""
+        self._has_filled = False
 
     def run(self) -> Any:
         """Load the checkpoint and return the result of the original function."""
         detector = WriteDetector(self._chunks)
-        perform(LOOKING, self._load, self._rank)
-        probe = self._load.probe
-        weaker = None
+        perform(LOOKING, self._resume, self._rank)
+        probe = self._resume.probe
+        permitted = None
         if probe.model is not None:
-            result = start_from(self._scope, probe.model, self._chunks, self._optimizer, self._rest)
+            result = start_from(self._scope, probe.model, self._chunks, self._optimizer, self._call)
         else:
             if self._finetunes:
                 self._arguments.finetune = True  # Megatron sets it, too, once it has found the folder
-                self._load.takes_optimizer = False
-            perform(CHECKING[:1], self._load, self._rank)
+                self._resume.takes_optimizer = False
+            perform([COMPLETENESS], self._resume, self._rank)
             complete = resuming_from_complete(self._scope, probe.health)
-            session = running_load(lambda: self._load.session)
-            with reentrancy_guard(), complete, session, index_shared(self._load.session.index):
-                result, weaker = self._dispatch()
+            session = running_load(lambda: self._resume.session)
+            with reentrancy_guard(), complete, session, share_index(self._resume.session.index):
+                result, permitted = self._dispatch()
         # Megatron-FSDP derives its weights from its masters, so there is nothing to compare.
         proven = False
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
-            proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), weaker)
-        self._account_data()
-        if not self._summarized:
+            proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), permitted)
+        self._continue_data()
+        if not self._has_filled:
             random_states = self._seed_again(result) or self._unrestored or (_ANEW if self._summary else "")
             read = [f"{LOAD.flag}: {self._read_lines[-1]}", PROVEN if proven else ""] if self._read_lines else []
             if line := "; ".join(filter(None, [*read, self._summary, random_states])):
@@ -158,25 +158,25 @@ class _Load:
         Returns:
             What the summary says of it; empty if nothing was seeded.
         """
-        if not self._load.changes_grid or not seed_again(self._arguments, iteration := result[0]):
+        if not self._resume.changes_grid or not seed_again(self._arguments, iteration := result[0]):
             return ""
         return f"{_ANEW} from --seed and iteration {iteration}"
 
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
-        written = self._load.checkpoint.arguments
-        old, new = map(sizes_of_job, (written, self._load.running))
+        written = self._resume.checkpoint.arguments
+        old, new = map(sizes_of_job, (written, self._resume.running))
         if not written.is_complete or old == new:
             return ""
-        return sentence_of(differences(self._load.running, old, new, megatron_version()))
+        return sentence_of(differences(self._resume.running, old, new, megatron_version()))
 
-    def _account_data(self) -> None:
-        """Let the data go on in its order, and log where it does not, unless the summary has."""
-        data = self._load.data
-        keep_history(self._load.data_layouts, self._arguments)
-        if self._load.loader_states is not None:
-            provide_states(self._scope, self._arguments, self._load.loader_states)
-        if data is not None and data.is_remarkable and not self._summarized:
+    def _continue_data(self) -> None:
+        """Continue the data in its order, and log where that fails, unless a summary has."""
+        data = self._resume.data
+        keep_history(self._resume.data_layouts, self._arguments)
+        if self._resume.loader_states is not None:
+            provide_states(self._scope, self._arguments, self._resume.loader_states)
+        if data is not None and data.is_remarkable and not self._has_filled:
             announce(data.sentence)
 
     def _dispatch(self) -> tuple[Any, MasterCheck | None]:
@@ -188,69 +188,64 @@ class _Load:
         """
         scope = self._scope
         arguments = self._arguments
-        directory = self._load.directory
-        perform(CHECKING[1:], self._load, self._rank)
+        directory = self._resume.directory
+        perform(CHECKING, self._resume, self._rank)
         if is_of_fsdp(arguments):
-            result, self._summary = load_into_fsdp(scope, self._load.session, directory, self._load_by_stock)
+            result, self._summary = load_into_fsdp(scope, self._resume.session, directory, self._call_original)
             return result, None
         if is_of_torch_fsdp(arguments):
-            session = self._load.session
-            loaded = load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._load_by_stock)
+            session = self._resume.session
+            loaded = load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._call_original)
             result, self._summary = loaded
             return result, None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
             if (assessment := self._decide()) is not None:
-                return (self._load_stock(assessment), None) if assessment.decision.is_stock else self._resume()
-        elif self._load.takes_optimizer:
+                if assessment.decision.is_stock:
+                    return self._load_by_stock(assessment), None
+                return self._fill_optimizer()
+        elif self._resume.takes_optimizer:  # an optimizer or a format that only stock Megatron may support
             refuse_another_kind(scope, self._given, directory)
-            return self._load_by_stock(), None
-        with self._initialization_kept(self._load.tokens):
-            return self._weights_alone(), None
+            return self._call_original(), None
+        return self._load_weights_alone(), None
 
     def _decide(self) -> LoadAssessment | None:
         """Decide who loads the optimizer; None if there is none that this package could fill. Collective."""
-        load = self._load
-        perform(DECIDING, load, self._rank)
-        assessment = load.assessment
+        resume = self._resume
+        perform(DECIDING, resume, self._rank)
+        assessment = resume.assessment
         if assessment is None:
             return None
-        load.session = load.session.with_folder(assessment.folder)
+        resume.session = resume.session.with_folder(assessment.folder)
         if assessment.decision.is_stock and not assessment.is_presented:
-            decision = with_order_compared(assessment.decision, load.session, lambda: self._chunks, self._optimizer)
-            load.assessment = assessment = replace(assessment, decision=decision)
+            decision = with_order_compared(assessment.decision, resume.session, lambda: self._chunks, self._optimizer)
+            resume.assessment = assessment = replace(assessment, decision=decision)
         explain(assessment.decision, assessment.folder)
         return assessment
 
-    @contextmanager
-    def _initialization_kept(self, tokens: range) -> Iterator[None]:
-        """Load weights within this scope: new tokens keep their rows if the user accepts them."""
-        kept = tokens if keeps_initialization() else range(0)
-        with initialization_kept(self._chunks, kept, self._optimizer):
-            yield
-        if kept:
-            announce(kept_message(kept))
+    def _call_original(self, *, is_moved: bool = False) -> Any:
+        """Load by stock Megatron; by `--ckpt-ext-load`, this package may read the tensors.
 
-    def _load_by_stock(self) -> Any:
-        """Load by stock Megatron; with `--ckpt-ext-load fast` this package reads the tensors and logs it."""
-        if LOAD.chosen(self._arguments) != FAST:
-            return self._rest()
-        with reading_fast(self._load.session, read_once=READ_ONCE.chosen(self._arguments)) as read:
-            result = self._rest()
-        self._read_lines.extend(read)
+        Only a read that the user chose is logged.
+
+        Args:
+            is_moved: the layout changed, so that this package reads unless the user chose stock Megatron.
+        """
+        choice = LOAD.chosen(self._arguments)
+        if choice != FAST and not (choice == AUTO and is_moved):
+            return self._call()
+        with reading_fast(self._resume.session, read_once=READ_ONCE.chosen(self._arguments)) as lines:
+            result = self._call()
+        if choice == FAST:
+            self._read_lines.extend(lines)
         return result
 
-    def _load_stock(self, assessment: LoadAssessment) -> Any:
-        """Load an optimizer by stock Megatron; this package reads the tensors if the layout changed."""
-        by_us = LOAD.chosen(self._arguments) == AUTO and assessment.decision.is_moved
-        once = READ_ONCE.chosen(self._arguments)
-        with (
-            self._skip_random_states(assessment.decision.omits_random_states),
-            reading_fast(self._load.session, read_once=once) if by_us else nullcontext(),
-        ):
-            result = self._load_by_stock()
+    def _load_by_stock(self, assessment: LoadAssessment) -> Any:
+        """Load an optimizer by stock Megatron."""
+        with self._skip_random_states(assessment.decision.omits_random_states):
+            result = self._call_original(is_moved=assessment.decision.is_moved)
         if assessment.may_be_shifted:
-            repair_shifted(self._load.session, self._chunks, self._optimizer, self._arguments)
+            repair_shifted(self._resume.session, self._chunks, self._optimizer, self._arguments)
         return result
 
     @contextmanager
@@ -263,38 +258,43 @@ class _Load:
             yield
         self._unrestored = f"{_ANEW}: the checkpoint lacks some random states that this job requests"
 
-    def _weights_alone(self) -> Any:
-        """Load without the optimizer."""
+    def _load_weights_alone(self) -> Any:
+        """Load without the optimizer; new tokens keep their rows if the user accepts them."""
         arguments = self._arguments
-        load = self._load
-        folder = folder_named(load.directory, arguments)
+        resume = self._resume
+        folder = folder_to_load(resume.directory, arguments)
 
         def lacks() -> bool:
             if folder is None or arguments.finetune or not (folder / METADATA_FILE).is_file():
                 return False
-            return folder.name != RELEASE and lacks_random_states(load.session.with_folder(folder), arguments)
+            return folder.name != RELEASE and lacks_random_states(resume.session.with_folder(folder), arguments)
 
-        lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
-        with self._skip_random_states(lacking):
-            loaded = load_weights_alone(self._scope, load.session, load.directory, self._chunks, self._load_by_stock)
+        lacking = agreed("looking at the random states", lacks)[0] if grid_may_differ(arguments) else False
+        kept = resume.tokens if keeps_initialization() else range(0)
+        with initialization_kept(self._chunks, kept, self._optimizer), self._skip_random_states(lacking):
+            loaded = load_weights_alone(
+                self._scope, resume.session, resume.directory, self._chunks, self._call_original
+            )
+        if kept:
+            announce(kept_message(kept))
         result, self._summary = loaded
         return result
 
-    def _resume(self) -> tuple[Any, MasterCheck]:
+    def _fill_optimizer(self) -> tuple[Any, MasterCheck]:
         """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""
-        load = self._load
+        resume = self._resume
         rank = self._rank
-        perform(RESUMING, load, rank)
-        if self._load.scheduler is not None:
-            self._load_schedule(load.schedule, follows_samples=load.options.own_bounds)
-        grown = f"{kept_message(load.tokens)}, with moments of zero" if load.tokens else ""
+        perform(RESUMING, resume, rank)
+        if resume.scheduler is not None:
+            self._load_schedule(resume.schedule, follows_samples=resume.options.own_bounds)
+        grown = f"{kept_message(resume.tokens)}, with moments of zero" if resume.tokens else ""
         as_stock = f"{_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else ""
         random_states = self._seed_again(rank.result) or as_stock
-        data = load.data.sentence if load.data is not None else ""
-        self._summarized = True
+        data = resume.data.sentence if resume.data is not None else ""
+        self._has_filled = True
         parts = [str(rank.summary), grown, random_states, data, self._mathematics()]
         announce("; ".join(filter(None, parts)), each_time=True)
-        return rank.result, rank.master_check(load.checkpoint)
+        return rank.result, rank.master_check(resume.checkpoint)
 
     def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:
         """Load the scheduler, and let it set the learning rate and weight decay of every parameter group.
@@ -304,7 +304,7 @@ class _Load:
         --override-opt_param-scheduler, 0.20 continues at the number of consumed samples (`load_checkpoint`): the
         scheduler has counted fewer if steps were skipped, as in fp16, or if it was once reset.
         """
-        scheduler = self._load.scheduler
+        scheduler = self._resume.scheduler
         scheduler.load_state_dict(schedule)
         samples = self._arguments.consumed_train_samples
         overrides = follows_samples and OVERRIDES_BOUNDS_OF_GROUPS.is_of(megatron_version())
@@ -325,12 +325,6 @@ def _options(arguments: Any) -> ResumeOptions:
         read_once=READ_ONCE.chosen(arguments),
         own_bounds=takes_own_bounds(vars(arguments), megatron_version()),
     )
-
-
-def _scope(original: Function) -> Scope:
-    """Return the globals of Megatron's checkpointing module, beneath other wrappers of its functions."""
-    scope: Scope = inspect.unwrap(original).__globals__
-    return scope
 
 
 def _resumes_optimizer(scope: Scope, optimizer: Any) -> bool:

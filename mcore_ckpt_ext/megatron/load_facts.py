@@ -10,8 +10,6 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.optimizers.groups import Group
 
-Version = tuple[int, int]
-
 
 class Loop(Enum):
     """The code that loads the checkpoint."""
@@ -42,7 +40,7 @@ class LoadFacts:
         written: the arguments of the job that saved.
         running: the arguments of this job.
         optimizer_counts: the numbers of chained optimizers that were saved and are live; None if unknown.
-        switched: returns the optimizer's arguments that differ.
+        differing_arguments: returns the optimizer's arguments that differ.
         stored_groups: returns the stored parameter groups unchanged.
         has_own_files: returns True if a layer-wise optimizer finds the files of its own ranks.
         has_as_many_groups: returns True if optimizers of whole parameters have as many groups as were saved.
@@ -53,7 +51,7 @@ class LoadFacts:
     """
 
     loop: Loop
-    version: Version = (0, 0)
+    version: tuple[int, int] = (0, 0)
     optimizer_format: str | None = None
     is_moved: bool = False
     is_own_format: bool = True
@@ -62,7 +60,7 @@ class LoadFacts:
     written: JobArguments = UNSTATED
     running: JobArguments = UNSTATED
     optimizer_counts: tuple[int, int] | None = None
-    switched: Callable[[], Sequence[str]] = lambda: ()
+    differing_arguments: Callable[[], Sequence[str]] = lambda: ()
     stored_groups: Callable[[], Sequence[Group]] = lambda: ()
     has_own_files: Callable[[], bool] = lambda: True
     has_as_many_groups: Callable[[], bool] = lambda: True

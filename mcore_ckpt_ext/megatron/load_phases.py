@@ -10,19 +10,19 @@ from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.megatron.energon_states import SavedStates, with_states
+from mcore_ckpt_ext.megatron.energon_states import SavedStates, add_loader_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
 from mcore_ckpt_ext.megatron.live.resume import Resume
-from mcore_ckpt_ext.megatron.load_decision import LoadAssessment
+from mcore_ckpt_ext.megatron.load_assessment import LoadAssessment
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens, refusal, zeros_message
 from mcore_ckpt_ext.megatron.probe import LoadProbe, check_complete, probe_checkpoint
 from mcore_ckpt_ext.megatron.random_seed import has_other_grid
 from mcore_ckpt_ext.megatron.required_order import check_required_order
-from mcore_ckpt_ext.megatron.shared_index import shared_with
+from mcore_ckpt_ext.megatron.shared_index import index_for_this_rank
 from mcore_ckpt_ext.megatron.stored_progress import check_progress
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import FALLBACK, FAST, LOAD
@@ -30,8 +30,8 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 
 
 @dataclass
-class MegatronLoad(Resume):
-    """One load by Megatron's own loop, as far as its phases have brought it.
+class MegatronResume(Resume):
+    """One load by Megatron's own loop, as far as its phases have brought it; it may be of weights alone.
 
     Attributes:
         arguments: Megatron's arguments.
@@ -73,107 +73,107 @@ class MegatronLoad(Resume):
         return new_tokens(self.vocabulary_rows, self.arguments)
 
 
-def _probe(load: MegatronLoad) -> LoadProbe:
-    is_fast = LOAD.chosen(load.arguments) == FAST
-    return probe_checkpoint(load.arguments, load.load_arg, load.directory, shares_index=is_fast)
+def _probe(resume: MegatronResume) -> LoadProbe:
+    is_fast = LOAD.chosen(resume.arguments) == FAST
+    return probe_checkpoint(resume.arguments, resume.load_arg, resume.directory, shares_index=is_fast)
 
 
-def _take_probe(load: MegatronLoad, ranks: Any, probes: Sequence[LoadProbe | None]) -> None:
-    load.probe = probe = probes[0] or LoadProbe()
-    load.vocabulary_rows = probe.vocabulary_rows
+def _take_probe(resume: MegatronResume, performer: Any, probes: Sequence[LoadProbe | None]) -> None:
+    resume.probe = probe = probes[0] or LoadProbe()
+    resume.vocabulary_rows = probe.vocabulary_rows
     if probe.session is not None:
-        load.session = probe.session
-    elif (index := shared_with(probe.index)) is not None:
-        load.session = LoadSession(index.folder, index)
+        resume.session = probe.session
+    elif (index := index_for_this_rank(probe.index)) is not None:
+        resume.session = LoadSession(index.folder, index)
 
 
-def _check_complete(load: MegatronLoad) -> None:
+def _check_complete(resume: MegatronResume) -> None:
     """Refuse an incomplete checkpoint if another one is complete and the user did not allow to take it."""
-    if not FALLBACK.chosen(load.arguments):
-        check_complete(load.probe.health, str(load.directory))
+    if not FALLBACK.chosen(resume.arguments):
+        check_complete(resume.probe.health, str(resume.directory))
 
 
-def _check_progress(load: MegatronLoad) -> None:
+def _check_progress(resume: MegatronResume) -> None:
     """Refuse a checkpoint that does not say how far its run was, before Megatron looks for it."""
-    schedules = load.scheduler is not None and load.takes_optimizer
-    check_progress(load.probe.missing, load.arguments, str(load.directory), has_scheduler=schedules)
+    schedules = resume.scheduler is not None and resume.takes_optimizer
+    check_progress(resume.probe.missing, resume.arguments, str(resume.directory), has_scheduler=schedules)
 
 
-def check_new_tokens(load: MegatronLoad) -> None:
+def check_new_tokens(resume: MegatronResume) -> None:
     """Accept tokens without a row in the checkpoint, if the user allows it or stock would say nothing.
 
     Raises:
         ResumeRefusedError: an optimizer is to be resumed, and the user does not allow it.
     """
-    if not load.tokens or (keeps_initialization() and not load.is_sharded):
+    if not resume.tokens or (keeps_initialization() and not resume.is_sharded):
         return
-    if load.takes_optimizer:
-        raise refusal(load.tokens, str(load.directory), can_be_kept=not load.is_sharded)
-    announce(zeros_message(load.tokens))
+    if resume.takes_optimizer:
+        raise refusal(resume.tokens, str(resume.directory), can_be_kept=not resume.is_sharded)
+    announce(zeros_message(resume.tokens))
 
 
-def _goes_on_reading(load: MegatronLoad) -> bool:
+def _goes_on_reading(resume: MegatronResume) -> bool:
     """Return True if the job is known, and reads its data on where another job has stopped."""
-    return bool(load.running.raw) and not getattr(load.arguments, "finetune", False)
+    return bool(resume.running.raw) and not getattr(resume.arguments, "finetune", False)
 
 
 _Account = tuple[DataOrder, SavedStates | None, Sequence[ReadingLayout], bool]
 
 
-def _account_data(load: MegatronLoad) -> _Account | None:
+def _account_data(resume: MegatronResume) -> _Account | None:
     """Return whether the data goes on in the same order; None if no job has read any.
 
     Raises:
         ModelMismatchError: it does not, or that is unknown, and the user requires it.
     """
-    session = load.probe.session
+    session = resume.probe.session
     if session is None or session.folder.name == RELEASE:
         return None
     try:
         written = session.checkpoint.arguments
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
-    order, states = with_states(data_order(written, load.running), written, load.running, session.folder.name)
-    check_required_order(order, load.arguments, session.folder)
-    return order, states, followed_history(written, load.running), has_other_grid(written, load.running)
+    order, states = add_loader_states(data_order(written, resume.running), written, resume.running, session.folder.name)
+    check_required_order(order, resume.arguments, session.folder)
+    return order, states, followed_history(written, resume.running), has_other_grid(written, resume.running)
 
 
-def _take_data(load: MegatronLoad, ranks: Any, accounts: Sequence[_Account | None]) -> None:
+def _take_data(resume: MegatronResume, performer: Any, accounts: Sequence[_Account | None]) -> None:
     if accounts[0] is not None:
-        load.data, load.loader_states, load.data_layouts, load.changes_grid = accounts[0]
+        resume.data, resume.loader_states, resume.data_layouts, resume.changes_grid = accounts[0]
 
 
-def _check_tokens_of_open(load: MegatronLoad) -> None:
-    load.vocabulary_rows = load.checkpoint.vocabulary_rows
-    check_new_tokens(load)
+def _check_tokens_of_open(resume: MegatronResume) -> None:
+    resume.vocabulary_rows = resume.checkpoint.vocabulary_rows
+    check_new_tokens(resume)
 
 
-def _require_schedule(load: MegatronLoad) -> None:
+def _require_schedule(resume: MegatronResume) -> None:
     """Refuse a checkpoint without the state of the learning rate scheduler.
 
     Raises:
         UnsupportedCheckpointError: it has none.
     """
-    if load.schedule is None:
+    if resume.schedule is None:
         raise UnsupportedCheckpointError(
             "the checkpoint has no state of the learning rate scheduler",
             expected="lr_scheduler or opt_param_scheduler in its common state",
-            where=str(load.session.folder),
+            where=str(resume.session.folder),
             hint="another training loop wrote it: resume with --no-load-optim, or call "
             "mcore_ckpt_ext.load_optimizer in a loop of your own",
         )
 
 
-def _take_reader(load: MegatronLoad, ranks: Any, answers: Sequence[bool]) -> None:
-    load.is_presented = bool(answers[0])
+def _take_presentation(resume: MegatronResume, performer: Any, answers: Sequence[bool]) -> None:
+    resume.is_presented = bool(answers[0])
 
 
-def _take_locality(load: MegatronLoad, ranks: Any, answers: Sequence[bool]) -> None:
-    load.is_local = any(answers)
+def _take_locality(resume: MegatronResume, performer: Any, answers: Sequence[bool]) -> None:
+    resume.is_local = any(answers)
 
 
-def _take_assessment(load: MegatronLoad, ranks: Any, assessments: Sequence[LoadAssessment | None]) -> None:
-    load.assessment = next((assessment for assessment in assessments if assessment is not None), None)
+def _take_assessment(resume: MegatronResume, performer: Any, assessments: Sequence[LoadAssessment | None]) -> None:
+    resume.assessment = next((assessment for assessment in assessments if assessment is not None), None)
 
 
 LOOKING = (
@@ -181,21 +181,22 @@ LOOKING = (
     Phase(
         "looking at what is to be loaded",
         Who.EACH_RANK,
-        lambda load, ranks: ranks.observed(load),
-        collect=lambda load, ranks, observed: ranks.compare_observed(load, observed),
+        lambda resume, performer: performer.observed(resume),
+        collect=lambda resume, performer, observed: performer.compare_observed(resume, observed),
     ),
 )
 """What is there to be loaded?"""
+COMPLETENESS = Phase("looking for a complete checkpoint", Who.ALL_ALIKE, _check_complete)
+"""It stands alone: a job performs the phases after it on the iteration that it takes instead of an incomplete one."""
 CHECKING = (
-    Phase("looking for a complete checkpoint", Who.ALL_ALIKE, _check_complete),
     Phase("looking at the progress of the run", Who.ALL_ALIKE, _check_progress),
     Phase("comparing the vocabularies", Who.ALL_ALIKE, check_new_tokens),
     Phase(
         "looking for local checkpoints",
         Who.EACH_RANK,
-        lambda load, ranks: ranks.takes_local_checkpoint(load),
+        lambda resume, performer: performer.takes_local_checkpoint(resume),
         collect=_take_locality,
-        applies=lambda load: may_be_local(load.arguments),
+        applies=lambda resume: may_be_local(resume.arguments),
     ),
     Phase(
         "comparing the order of the data",
@@ -210,13 +211,13 @@ DECIDING = (
     Phase(
         "looking at the checkpoint's format",
         Who.EACH_RANK,
-        lambda load, ranks: ranks.needs_presentation(load),
-        collect=_take_reader,
+        lambda resume, performer: performer.needs_presentation(resume),
+        collect=_take_presentation,
     ),
     Phase(
         "looking at the checkpoint",
         Who.EACH_RANK,
-        lambda load, ranks: ranks.assess(load),
+        lambda resume, performer: performer.assess(resume),
         collect=_take_assessment,
     ),
 )
@@ -227,20 +228,20 @@ RESUMING = (
         "comparing the schedules",
         Who.EVERY_RANK,
         _require_schedule,
-        applies=lambda load: load.scheduler is not None,
+        applies=lambda resume: resume.scheduler is not None,
     ),
     Phase(
         "comparing the schedules",
         Who.EVERY_RANK,
-        lambda load: check_schedule(load.scheduler, load.schedule, load.session.folder),
-        applies=lambda load: load.scheduler is not None,
+        lambda resume: check_schedule(resume.scheduler, resume.schedule, resume.session.folder),
+        applies=lambda resume: resume.scheduler is not None,
         quotes=True,
     ),
     Phase("comparing the vocabularies", Who.ALL_ALIKE, _check_tokens_of_open),
-    Phase("loading the weights", Who.FRAMEWORK, lambda load, ranks: ranks.load_weights(load)),
+    Phase("loading the weights", Who.FRAMEWORK, lambda resume, performer: performer.load_weights(resume)),
     VERIFYING,
     FILLING,
 )
 """What this package does if it fills the optimizer."""
-MEGATRON = (*LOOKING, *CHECKING, *DECIDING, *RESUMING)
+ALL_PHASES = (*LOOKING, COMPLETENESS, *CHECKING, *DECIDING, *RESUMING)
 """All phases of a resume that this package performs."""

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.megatron.trees import items_of, leaves
 from mcore_ckpt_ext.optimizer_reshard import Prepared
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 """Keys and positions from the root of a tree to one of its nodes; empty for the root."""
 
 
@@ -33,7 +33,7 @@ class LoadPlan(dict[Any, Any]):
     order: DataOrder
 
 
-def requests_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, LoadRequest]]:
+def requests_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, LoadRequest]]:
     """Yield the optimizers that a sharded state dict requests, with paths; of a chain the outermost."""
     if isinstance(tree, LoadRequest):
         yield path, tree
@@ -42,7 +42,7 @@ def requests_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, LoadRequest]
             yield from requests_in(value, (*path, key))
 
 
-def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
+def check_lists(tree: Any, planned: Collection[TreePath], path: TreePath = ()) -> None:
     """Refuse a list that mixes planned optimizers with others, since Megatron merges lists by position.
 
     Source: `merge` and `extract_matching_values`, megatron/core/dist_checkpointing/dict_utils.py, core_v0.12.1 to
@@ -66,7 +66,7 @@ def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
         check_lists(value, planned, child)
 
 
-def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
+def without(tree: Any, planned: Collection[TreePath], path: TreePath = ()) -> Any:
     """Return a copy of the tree without the nodes at some paths; only their parents are copied."""
     if path in planned:
         return {}
@@ -76,7 +76,7 @@ def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
     return kept if isinstance(tree, dict) else list(kept.values())
 
 
-def with_plans(result: Any, plans: Mapping[Path, LoadPlan]) -> Any:
+def with_plans(result: Any, plans: Mapping[TreePath, LoadPlan]) -> Any:
     """Insert each plan at its path into the result of `load`; in a tuple, the loaded dict comes first.
 
     Keys of optimizers are removed from the sets of missing and unexpected keys: the plans cover them.
@@ -102,7 +102,7 @@ def is_stored_alike(request: Any, index: DcpIndex) -> bool:
     )
 
 
-def _with_plan(tree: Any, path: Path, plan: LoadPlan) -> Any:
+def _with_plan(tree: Any, path: TreePath, plan: LoadPlan) -> Any:
     """Insert a plan at a path of the loaded tree; a list that was emptied is extended as needed."""
     if not path:
         if isinstance(tree, dict):  # values of the common state
@@ -122,5 +122,5 @@ def _drop_optimizer(keys: Any) -> Any:
     return type(keys)(key for key in keys if not str(key).startswith(("optimizer.", "chained_")))
 
 
-def _describe(path: Path) -> str:
+def _describe(path: TreePath) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the root"

@@ -1,4 +1,4 @@
-"""One load of one checkpoint: its folder, its index and the open checkpoint, each read once."""
+"""The folder that a load takes, with its index and open checkpoint, each read once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_ckpt_ext.storage.dcp_index import FolderIndex, SharedIndex
 
 
 class LoadSession:
-    """One load of one checkpoint, from the first look at its folder to the last write.
+    """The folder that a load takes, from the first look at it to the last write.
 
     All parts of a load get it as an argument, so that none of them opens the folder once more.
 
@@ -24,7 +24,7 @@ class LoadSession:
     """
 
     def __init__(self, folder: Path, shared: SharedIndex | None = None) -> None:
-        """Begin a load.
+        """Begin a load; nothing is read yet.
 
         Args:
             folder: the iteration folder.

@@ -33,11 +33,6 @@ def may_be_local(arguments: Any) -> bool:
 def takes_local_checkpoint(scope: Scope, call: Mapping[str, Any], directory: str | None) -> bool:
     """Return True if a load takes a local checkpoint, once its layout is that of the job. Collective.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        call: the arguments of `load_checkpoint`.
-        directory: the run folder.
-
     Raises:
         ResumeRefusedError: a job of another layout saved the local checkpoint.
     """

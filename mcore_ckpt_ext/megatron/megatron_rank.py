@@ -8,21 +8,21 @@ from typing import Any
 
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.live.model import Chunks
-from mcore_ckpt_ext.megatron.load_decision import (
+from mcore_ckpt_ext.megatron.load_assessment import (
     LoadAssessment,
     assess_live,
 )
-from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
+from mcore_ckpt_ext.megatron.load_phases import MegatronResume
 from mcore_ckpt_ext.megatron.local_checkpoints import takes_local_checkpoint
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept
-from mcore_ckpt_ext.megatron.presentation import must_be_presented, reads_zarr
+from mcore_ckpt_ext.megatron.presentation import may_need_presentation, reads_zarr
 from mcore_ckpt_ext.megatron.probe import (
     check_all_have_the_same,
     check_all_see,
     trackers_seen,
 )
 from mcore_ckpt_ext.megatron.random_states import requested_grid
-from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
 from mcore_ckpt_ext.optimizer_reshard import LiveRank
@@ -54,55 +54,57 @@ class MegatronRank(LiveRank):
         self._call = call
         self._load_without_optimizer = load_without_optimizer
 
-    def observed(self, load: MegatronLoad) -> tuple[tuple[bool, ...], dict[str, str]]:
+    def observed(self, resume: MegatronResume) -> tuple[tuple[bool, ...], dict[str, str]]:
         """Return what must be the same on all ranks: visible tracker files, and this package's settings."""
-        settings = {setting.name: str(setting.chosen(load.arguments)) for setting in SETTINGS}
-        return trackers_seen(load.arguments, load.load_arg), settings
+        settings = {setting.name: str(setting.chosen(resume.arguments)) for setting in SETTINGS}
+        return trackers_seen(resume.arguments, resume.load_arg), settings
 
-    def compare_observed(self, load: MegatronLoad, observed: Sequence[tuple[tuple[bool, ...], dict[str, str]]]) -> None:
+    def compare_observed(
+        self, resume: MegatronResume, observed: Sequence[tuple[tuple[bool, ...], dict[str, str]]]
+    ) -> None:
         """Refuse if the ranks differ, so that some would wait in collectives that others do not call.
 
         Raises:
             ResumeRefusedError: on every rank.
         """
-        check_all_see([seen for seen, _ in observed], load.arguments, load.load_arg)
+        check_all_see([seen for seen, _ in observed], resume.arguments, resume.load_arg)
         check_all_have_the_same([settings for _, settings in observed])
 
-    def takes_local_checkpoint(self, load: MegatronLoad) -> bool:
+    def takes_local_checkpoint(self, resume: MegatronResume) -> bool:
         """Return True if the load takes a local checkpoint, once its layout is that of the job.
 
         Raises:
             ResumeRefusedError: it has another layout.
         """
-        return takes_local_checkpoint(self._scope, self._call, load.directory)
+        return takes_local_checkpoint(self._scope, self._call, resume.directory)
 
-    def needs_presentation(self, load: MegatronLoad) -> bool:
+    def needs_presentation(self, resume: MegatronResume) -> bool:
         """Return True if this package has to present the checkpoint to Megatron."""
-        folder = folder_named(load.directory, load.arguments)
+        folder = folder_to_load(resume.directory, resume.arguments)
         if folder is None:
             return False
-        load.session = load.session.with_folder(folder)
-        return must_be_presented(load.session, load.arguments, megatron_version(), reads_zarr=reads_zarr)
+        resume.session = resume.session.with_folder(folder)
+        return may_need_presentation(resume.session, resume.arguments, megatron_version(), reads_zarr=reads_zarr)
 
-    def assess(self, load: MegatronLoad) -> LoadAssessment | None:
+    def assess(self, resume: MegatronResume) -> LoadAssessment | None:
         """Assess the checkpoint for the live optimizer."""
-        if load.is_local:
+        if resume.is_local:
             return None
         return assess_live(
             self._scope,
             self._call,
-            load.session,
-            load.directory,
-            is_presented=load.is_presented,
-            has_new_tokens=bool(load.tokens),
+            resume.session,
+            resume.directory,
+            is_presented=resume.is_presented,
+            has_new_tokens=bool(resume.tokens),
         )
 
-    def load_weights(self, load: MegatronLoad) -> None:
+    def load_weights(self, resume: MegatronResume) -> None:
         """Let Megatron load everything but the optimizer."""
-        assessment = load.assessment
-        arguments = load.arguments
-        checkpoint = load.checkpoint
-        is_presented = load.is_presented
+        assessment = resume.assessment
+        arguments = resume.arguments
+        checkpoint = resume.checkpoint
+        is_presented = resume.is_presented
         grid = requested_grid(arguments, megatron_version())
         is_lacking = assessment is not None and assessment.decision.omits_random_states
         self.starts_random_states = checkpoint.random_state_grid() != grid or is_lacking
@@ -114,11 +116,11 @@ class MegatronRank(LiveRank):
         is_read_by_others = is_presented or LOAD.chosen(arguments) == STOCK
         with (
             overridden(vars(arguments), **less),
-            presented(self._scope, load.session, self._chunks) if is_presented else nullcontext(),
+            presented(self._scope, resume.session, self._chunks) if is_presented else nullcontext(),
             nullcontext()
             if is_read_by_others
-            else reading_fast(load.session, checkpoint, read_once=load.options.read_once),
-            initialization_kept(self._chunks, load.tokens),
+            else reading_fast(resume.session, checkpoint, read_once=resume.options.read_once),
+            initialization_kept(self._chunks, resume.tokens),
         ):
             self.result = self._load_without_optimizer()
 

@@ -31,11 +31,7 @@ def overrides_own_bounds(running: JobArguments, chain: Chain) -> bool:
         configured = settings.get(f"decoupled_{rate}" if group.get("is_decoupled_lr") else rate)
         return configured is not None and group.get(bound) not in (None, configured)
 
-    live = [
-        group
-        for child in (*chain.distributed, *(optimizer for optimizer, _ in chain.whole))
-        for group in groups_of(child)
-    ]
+    live = [group for child in chain.supported for group in child.optimizer.param_groups]
     return any(is_its_own(group, *names) for group in live for names in (("max_lr", "lr"), ("min_lr", "min_lr")))
 
 
@@ -59,7 +55,7 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     stored_identities = _identities(stored, keys)
     # Layer-wise optimizers match their groups in other ways.
     whole = [child for child, layer_wise in chain.whole if layer_wise is None]
-    live = [group for child in (*chain.distributed, *whole) for group in groups_of(child)]
+    live = [group for child in (*chain.distributed, *whole) for group in child.optimizer.param_groups]
     return bool(stored) and any(identity(group, keys) not in stored_identities for group in live)
 
 
@@ -80,8 +76,7 @@ def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:
     `Optimizer.load_state_dict` replaces the live groups with the stored ones (torch/optim/optimizer.py, 2.13), and the
     first step fails with a KeyError (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py).
     """
-    live = [child.optimizer for child in (*chain.distributed, *(optimizer for optimizer, _ in chain.whole))]
-    is_needed = any(_BIAS_CORRECTION in getattr(inner, "defaults", ()) for inner in live)
+    is_needed = any(_BIAS_CORRECTION in getattr(child.optimizer, "defaults", ()) for child in chain.supported)
     return is_needed and bool(stored) and not any(_BIAS_CORRECTION in group for group in stored)
 
 
@@ -92,9 +87,3 @@ def has_as_many_groups(common: Mapping[str, Any], chain: Chain) -> bool:
     live = [len(child.optimizer.param_groups) for child, _ in chain.whole]
     # The groups of a DistributedOptimizer may be stored elsewhere, and come last.
     return not stored or stored == live or (bool(chain.distributed) and stored[: len(live)] == live)
-
-
-def groups_of(child: Any) -> Sequence[Group]:
-    """Return the parameter groups of one optimizer of a chain."""
-    groups: Sequence[Group] = child.optimizer.param_groups
-    return groups

@@ -10,14 +10,14 @@ from mcore_ckpt_ext.patching.patch_point import PatchPoint
 
 # Errors of Megatron Core for a checkpoint that does not fit or is damaged: its own type, and torch's, which does not
 # derive from Exception (megatron/core/dist_checkpointing/validation.py and strategies/torch.py, core_v0.7.0 to 0.19.2).
-_FAILURE = "torch.distributed.checkpoint.api:CheckpointException"
-_LOAD_FAILURES = ("megatron.core.dist_checkpointing.core:CheckpointingException", _FAILURE)
+_TORCH_FAILURE = "torch.distributed.checkpoint.api:CheckpointException"
+_LOAD_FAILURES = ("megatron.core.dist_checkpointing.core:CheckpointingException", _TORCH_FAILURE)
 
 # The names of each module that the wrappers read. Some have come later: `FIRST_WITH_NAME`, job/release_names.py.
-_OF_SAVES = ("get_args", "unwrap_model", "get_checkpoint_name", "get_checkpoint_tracker_filename")
-_OF_STATES = ("_load_base_checkpoint", "CheckpointType")
-_OF_LOADS = (
-    *_OF_STATES,
+_READ_BY_SAVES = ("get_args", "unwrap_model", "get_checkpoint_name", "get_checkpoint_tracker_filename")
+_READ_BY_STATES = ("_load_base_checkpoint", "CheckpointType")
+_READ_BY_LOADS = (
+    *_READ_BY_STATES,
     "get_args",
     "unwrap_model",
     "checkpoint_exists",
@@ -28,7 +28,7 @@ _OF_LOADS = (
     "get_checkpoint_name",
     "mpu",
 )
-_OF_QUEUES = ("_async_calls_queue", "_get_async_calls_queue", "init_persistent_async_worker")
+_READ_BY_QUEUES = ("_async_calls_queue", "_get_async_calls_queue", "init_persistent_async_worker")
 
 
 def _patch_point(
@@ -49,34 +49,34 @@ PATCH_POINTS = (
         # The first parameter was renamed from `model` to `ddp_model` between 0.8.0 and 0.12.1.
         parameters=("optimizer", "opt_param_scheduler", "load_arg", "strict"),
         raises=_LOAD_FAILURES,
-        reads=_OF_LOADS,
+        reads=_READ_BY_LOADS,
     ),
     _patch_point(
         "megatron.training.checkpointing:load_args_from_checkpoint",
         wrapper="stored_arguments:wrap_load_args",
         parameters=("args", "load_arg"),
-        reads=_OF_STATES,
+        reads=_READ_BY_STATES,
     ),
     _patch_point(
         "megatron.training.checkpointing:save_checkpoint",
         wrapper="save:wrap_save_checkpoint",
         parameters=("iteration", "model", "optimizer", "opt_param_scheduler"),
-        raises=(_FAILURE,),
-        reads=_OF_SAVES,
+        raises=(_TORCH_FAILURE,),
+        reads=_READ_BY_SAVES,
     ),
     _patch_point(
         "megatron.training.async_utils:schedule_async_save",
         wrapper="save:wrap_schedule_async_save",
         parameters=("async_request",),
-        raises=(_FAILURE,),
-        reads=_OF_QUEUES,
+        raises=(_TORCH_FAILURE,),
+        reads=_READ_BY_QUEUES,
     ),
     _patch_point(
         "megatron.training.async_utils:maybe_finalize_async_save",
         wrapper="save:wrap_maybe_finalize_async_save",
         parameters=("blocking",),
-        raises=(_FAILURE,),
-        reads=_OF_QUEUES,
+        raises=(_TORCH_FAILURE,),
+        reads=_READ_BY_QUEUES,
     ),
     _patch_point(
         "megatron.core.dist_checkpointing.strategies.state_dict_saver:save_state_dict_async_finalize",

@@ -64,8 +64,8 @@ class Check:
         source: the framework's function and file, with the versions that were read.
         applies: returns True if it happens in a load with these facts.
         loops: the loops that it concerns.
-        does: the check concerns only releases with this capability; None for all releases.
-        does_not: the check concerns only releases without this capability; None for all releases.
+        requires: the check concerns only releases with this capability; None for all releases.
+        excludes: the check concerns only releases without this capability; None for all releases.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Check:
     source: str
     applies: Callable[[LoadFacts], bool]
     loops: tuple[Loop, ...] = _DCP
-    does: Capability | None = None
-    does_not: Capability | None = None
+    requires: Capability | None = None
+    excludes: Capability | None = None
 
     def concerns(self, facts: LoadFacts) -> bool:
         """Return True if the check concerns this kind of load and applies to it."""
-        is_of_release = self.does is None or self.does.is_of(facts.version)
-        is_over = self.does_not is not None and self.does_not.is_of(facts.version)
+        is_of_release = self.requires is None or self.requires.is_of(facts.version)
+        is_over = self.excludes is not None and self.excludes.is_of(facts.version)
         return facts.loop in self.loops and is_of_release and not is_over and self.applies(facts)
 
 
@@ -167,7 +167,7 @@ def _has_other_count(facts: LoadFacts) -> bool:
     return stored > 0 and stored != live
 
 
-def _is_of_another_kind(facts: LoadFacts) -> bool:
+def _distributes_otherwise(facts: LoadFacts) -> bool:
     stored = encodings_named(facts.optimizer_format)
     is_distributed = any(encoding.distributed for encoding in stored)
     return bool(facts.chain.whole) and is_distributed != bool(facts.chain.distributed)
@@ -199,7 +199,7 @@ CHECKS: tuple[Check, ...] = (
         "optimizer arguments",
         "it copies the stored numbers into masters of another kind without a message",
         "torch/distributed/checkpoint; seen with 0.19.0 and 0.19.2",
-        lambda facts: bool(facts.switched()),
+        lambda facts: bool(facts.differing_arguments()),
         loops=_ALL,
     ),
     Check(
@@ -208,7 +208,7 @@ CHECKS: tuple[Check, ...] = (
         "param_group_identifier_keys, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
         lambda facts: has_other_rates(facts.written, facts.running),
         loops=_MEGATRON,
-        does=MATCHES_GROUPS_BY_BOUNDS,
+        requires=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "bounds of single groups",
@@ -216,7 +216,7 @@ CHECKS: tuple[Check, ...] = (
         f"load_checkpoint, {_CHECKPOINTING}, development head of August 2026",
         lambda facts: overrides_own_bounds(facts.running, facts.chain),
         loops=_MEGATRON,
-        does=OVERRIDES_BOUNDS_OF_GROUPS,
+        requires=OVERRIDES_BOUNDS_OF_GROUPS,
     ),
     Check(
         "new tokens",
@@ -236,7 +236,7 @@ CHECKS: tuple[Check, ...] = (
         "distributed or not",
         "it requests keys that the other kind of optimizer does not store",
         "sharded_state_dict, megatron/core/optimizer/optimizer.py, 0.16.1 to 0.19.2",
-        _is_of_another_kind,
+        _distributes_otherwise,
     ),
     Check(
         "number of groups",
@@ -271,7 +271,7 @@ CHECKS: tuple[Check, ...] = (
         "it treats a flag as a tensor",
         f"_set_main_param_and_optimizer_states, {_OPTIMIZER}, up to 0.16.1",
         lambda facts: _is_in_place(facts) and _any(is_precision_aware, facts),
-        does_not=TAKES_STEPS_OF_PRECISION_AWARE,
+        excludes=TAKES_STEPS_OF_PRECISION_AWARE,
     ),
     Check(
         *REMAINDERS_AS_FP32,
@@ -305,23 +305,23 @@ CHECKS: tuple[Check, ...] = (
         "it fails if a stored parameter group lacks a setting that distinguishes groups",
         _MATCHES_BY_SETTINGS,
         lambda facts: lacks_identity(facts.stored_groups()),
-        does=MATCHES_GROUPS_BY_SETTINGS,
-        does_not=MATCHES_GROUPS_BY_BOUNDS,
+        requires=MATCHES_GROUPS_BY_SETTINGS,
+        excludes=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "groups with rates of their own",
         "it gives parameter groups that differ in learning rates alone the rates of the last one",
         _MATCHES_BY_SETTINGS,
         lambda facts: has_confused_groups(facts.stored_groups()),
-        does=MATCHES_GROUPS_BY_SETTINGS,
-        does_not=MATCHES_GROUPS_BY_BOUNDS,
+        requires=MATCHES_GROUPS_BY_SETTINGS,
+        excludes=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "parameter groups",
         "it does not find a live parameter group among the stored ones, and fails",
         f"{_MATCHES}, 0.19.0 to 0.19.2",
         lambda facts: lacks_live_group(facts.stored_groups(), facts.chain),
-        does=MATCHES_GROUPS_BY_BOUNDS,
+        requires=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "before the first step",
@@ -342,5 +342,5 @@ CHECKS: tuple[Check, ...] = (
     ),
 )
 
-OF_ARGUMENTS = ("optimizer arguments", "learning rates", "bounds of single groups")
+ARGUMENT_CHECKS = ("optimizer arguments", "learning rates", "bounds of single groups")
 """The checks that do not depend on the stored optimizer, whose format may then be unknown."""

@@ -17,19 +17,19 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 
 _DISTRIBUTED = "use_distributed_optimizer"
 
 
-def must_be_presented(
+def may_need_presentation(
     session: LoadSession, arguments: Any, version: tuple[int, int], *, reads_zarr: Callable[[], bool]
 ) -> bool:
     """Return True if stock Megatron may be unable to load a checkpoint, by the traits of its format.
 
     Args:
-        session: the load.
+        session: the folder to load.
         arguments: Megatron's arguments of the job that loads.
         version: the version of its Megatron Core.
         reads_zarr: returns True if it reads zarr.
@@ -40,14 +40,14 @@ def must_be_presented(
     return not reads_zarr() if stored.name == ZARR else stored.name != arguments.ckpt_format
 
 
-def folder_to_present(directory: str | None, arguments: Any, begun: LoadSession | None = None) -> LoadSession | None:
+def session_to_present(directory: str | None, arguments: Any, begun: LoadSession | None = None) -> LoadSession | None:
     """Return the load of the folder that Megatron would take, if stock may be unable to load it.
 
     `begun`: the load so far, which may be of this folder.
     """
-    folder = folder_named(directory, arguments)
+    folder = folder_to_load(directory, arguments)
     session = None if folder is None else begun.with_folder(folder) if begun is not None else LoadSession(folder)
-    if session is None or not must_be_presented(session, arguments, megatron_version(), reads_zarr=reads_zarr):
+    if session is None or not may_need_presentation(session, arguments, megatron_version(), reads_zarr=reads_zarr):
         return None
     return session
 
@@ -64,13 +64,13 @@ def reads_zarr() -> bool:
     return find_spec(f"{strategies.__name__}.zarr") is not None and find_spec("zarr") is not None
 
 
-def changes_of(session: LoadSession, arguments: Any, version: tuple[int, int]) -> list[str]:
+def reasons_to_present(session: LoadSession, arguments: Any, version: tuple[int, int]) -> list[str]:
     """Return the reasons why stock Megatron cannot load a checkpoint; empty if it can.
 
     For a legacy checkpoint: the arguments that differ from those of a checkpoint of the running layout.
 
     Args:
-        session: the load.
+        session: the folder to load.
         arguments: Megatron's arguments of the job that loads.
         version: the version of its Megatron Core.
 

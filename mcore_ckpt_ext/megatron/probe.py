@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, join_some
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
-from mcore_ckpt_ext.megatron.run_folder import folder_named
-from mcore_ckpt_ext.megatron.shared_index import index_of, is_moved
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
+from mcore_ckpt_ext.megatron.shared_index import read_shared_index
 from mcore_ckpt_ext.megatron.sources.huggingface import model_folder
 from mcore_ckpt_ext.megatron.stored_progress import missing_progress
 from mcore_ckpt_ext.operations.iteration_health import IterationHealth, iteration_health_of
@@ -24,6 +26,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 from mcore_ckpt_ext.storage.dcp_index import SharedIndex
 from mcore_ckpt_ext.storage.file_digests import check_digests
 
+Result = TypeVar("Result")
 _SHOWN = 3
 
 
@@ -73,9 +76,9 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
         check_digests(session.folder)  # `_health_of` includes this comparison
     if health is not None and health.problems and health.newest_complete is not None:
         session = _session_of(directory, health.newest_complete, arguments) if FALLBACK.chosen(arguments) else None
-    keeps = session is not None and (shares_index or is_moved(session, arguments))
-    rows = _vocabulary_rows(session, arguments)
-    missing = _missing_progress(session)
+    keeps = session is not None and (shares_index or _read(session, lambda load: _is_moved(load, arguments), False))
+    rows = _read(session, lambda load: stored_vocabulary_rows(load.checkpoint, arguments), None)
+    missing = _read(session, missing_progress, tuple[str, ...]())
     index = session.index.shared if session is not None and keeps else None
     if session is not None and not keeps:
         session.index = session.index.unshared()
@@ -84,26 +87,23 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
 
 def _session_of(directory: str, step: int | None, arguments: Any) -> LoadSession | None:
     """Begin the load of an iteration; None if it is undecided which one Megatron takes."""
-    if (index := index_of(directory, step, arguments)) is not None:
+    if (index := read_shared_index(directory, step, arguments)) is not None:
         return LoadSession(index.folder, index)
-    folder = folder_named(directory, arguments)
+    folder = folder_to_load(directory, arguments)
     return None if folder is None else LoadSession(folder)
 
 
-def _vocabulary_rows(session: LoadSession | None, arguments: Any) -> int | None:
-    """Return `stored_vocabulary_rows`, or None if unreadable, which the load itself reports."""
+def _read(session: LoadSession | None, read: Callable[[LoadSession], Result], otherwise: Result) -> Result:
+    """Return what a function reads; `otherwise` if it cannot, which the load itself reports."""
     if session is not None:
         with suppress(CheckpointError, OSError):
-            return stored_vocabulary_rows(session.checkpoint, arguments)
-    return None
+            return read(session)
+    return otherwise
 
 
-def _missing_progress(session: LoadSession | None) -> tuple[str, ...]:
-    """Return `missing_progress`; nothing if the checkpoint is unreadable, which the load itself reports."""
-    if session is not None:
-        with suppress(CheckpointError, OSError):
-            return missing_progress(session)
-    return ()
+def _is_moved(session: LoadSession, arguments: Any) -> bool:
+    """Return True if the layout differs from the checkpoint's, so that this package reads tensors."""
+    return bool(placement_changes(session.checkpoint.arguments, JobArguments.of(vars(arguments))))
 
 
 def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:

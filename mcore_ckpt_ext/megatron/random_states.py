@@ -35,7 +35,7 @@ def requested_grid(arguments: Any, version: tuple[int, int]) -> tuple[int, ...]:
     return grid
 
 
-def may_differ(arguments: Any) -> bool:
+def grid_may_differ(arguments: Any) -> bool:
     """Return True if the stored grid may differ although pipeline and tensor parallel sizes are equal.
 
     Only models with experts have ever had a third axis, so that no other load has to open an index for it.
@@ -43,7 +43,7 @@ def may_differ(arguments: Any) -> bool:
     return bool(getattr(arguments, "num_experts", None)) and not arguments.no_load_rng
 
 
-def are_lacking(
+def random_states_are_lacking(
     stored: tuple[int, ...] | None, arguments: Any, version: tuple[int, int], written: Mapping[str, Any]
 ) -> bool:
     """Return True if stock Megatron requests a random state that the checkpoint lacks, and fails.
@@ -62,7 +62,7 @@ def are_lacking(
     return is_requested and not written.get("no_save_rng") and stored != requested
 
 
-def are_too_few(written: JobArguments, running: JobArguments) -> bool:
+def random_states_are_too_few(written: JobArguments, running: JobArguments) -> bool:
     """Return True if each rank requests its own random state and the checkpoint has fewer.
 
     Stock Megatron then fails with an IndexError.

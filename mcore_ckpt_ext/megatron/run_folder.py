@@ -17,12 +17,7 @@ def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None,
 
     `--pretrained-checkpoint` is used if `--load` has no tracker, and implies `--finetune` (`load_checkpoint`,
     megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2); so does `--freeze-all-layers` (development head of
-    August 2026).
-
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        arguments: Megatron's arguments.
-        load_arg: the name of the argument that holds the path to load from.
+    August 2026). `load_arg` names the argument that holds the path to load from.
     """
     directory = getattr(arguments, load_arg)
     pretrained = getattr(arguments, "pretrained_checkpoint", None)
@@ -37,14 +32,14 @@ def trains_nothing(arguments: Any) -> bool:
     return bool(getattr(arguments, "freeze_all_layers", False)) and FREEZES_WHOLE_JOBS.is_of(megatron_version())
 
 
-def folder_named(directory: str | None, arguments: Any) -> Path | None:
+def folder_to_load(directory: str | None, arguments: Any) -> Path | None:
     """Return the iteration folder that Megatron would load from a run folder; None if undecided."""
     if not directory:
         return None
     run = Path(directory)
     step = getattr(arguments, "ckpt_step", None)
     try:
-        if takes_another_kind(directory, arguments):
+        if takes_non_persistent(directory, arguments):
             return None
         if not step and not (run / TRACKER_FILE).exists():
             return None
@@ -53,7 +48,7 @@ def folder_named(directory: str | None, arguments: Any) -> Path | None:
         return None
 
 
-def takes_another_kind(directory: str, arguments: Any) -> bool:
+def takes_non_persistent(directory: str, arguments: Any) -> bool:
     """Return True if a load takes a non-persistent checkpoint, or may take one.
 
     Only their manager can list local ones.

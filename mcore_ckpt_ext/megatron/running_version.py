@@ -8,14 +8,18 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.versions import Version, parse_version
 
 
+def version_text() -> str:
+    """Return the version of the imported megatron.core as it states it; "unknown" without one."""
+    return str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown"))
+
+
 def megatron_version() -> Version:
     """Return the version of the imported megatron.core.
 
     Raises:
         UnsupportedCheckpointError: it has no valid version.
     """
-    version_text = sys.modules["megatron.core"].__version__
-    version = parse_version(version_text)
+    version = parse_version(version_text())
     if version is None:
-        raise UnsupportedCheckpointError("the running Megatron Core has no version", found=version_text)
+        raise UnsupportedCheckpointError("the running Megatron Core has no version", found=version_text())
     return version

@@ -12,36 +12,35 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
-from mcore_ckpt_ext.megatron.api import recorder
 from mcore_ckpt_ext.megatron.energon_states import restore_argument
 from mcore_ckpt_ext.megatron.huggingface_export import Exports
+from mcore_ckpt_ext.megatron.live.sidecar_writer import packing_recorder
 from mcore_ckpt_ext.megatron.run_folder import trains_nothing
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.megatron.saving.committer import Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator
+from mcore_ckpt_ext.megatron.saving.publisher import Publisher
 from mcore_ckpt_ext.megatron.saving.ranks import JobRanks
 from mcore_ckpt_ext.megatron.saving.save import Save
 from mcore_ckpt_ext.megatron.saving.strategies import MegatronWriters, ResiliencyWriters
-from mcore_ckpt_ext.megatron.saving.validation import judged, problems_on_disk, stored_bytes
+from mcore_ckpt_ext.megatron.saving.validation import collecting_index_problems, problems_on_disk, stored_bytes
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import Scope, overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden, scope_of
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
 
-Function = Callable[..., Any]
-
 
 def wrap_save_checkpoint(original: Function) -> Function:
     """Wrap `save_checkpoint`: a torch_dist checkpoint is either complete or absent, and has a sidecar."""
-    scope: Scope = inspect.unwrap(original).__globals__
+    scope = scope_of(original)
 
     @functools.wraps(original)
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
@@ -58,7 +57,7 @@ def wrap_save_checkpoint(original: Function) -> Function:
                 with reentrancy_guard(), elsewhere if redirected else nullcontext():
                     return original(*positional, **keywords)
             finally:
-                save.record.share()
+                save.sidecar.share()
 
         # A synchronous save may delete an older one as soon as it has written the tracker, which must be the real one
         # then.
@@ -103,16 +102,17 @@ def wrap_save_state_dict_async_finalize(original: Function) -> Function:
 
     @functools.wraps(original)
     def save_state_dict_async_finalize(storage_writer: Any, *positional: Any, **keywords: Any) -> Any:
-        def writes(save: Save | None, troubles: list[str]) -> Any:
-            with judged(storage_writer, functools.partial(_judgment, save), troubles):
+        def write(save: Save | None, problems: list[str]) -> Any:
+            with collecting_index_problems(storage_writer, functools.partial(_inspect_disk, save), problems):
                 return original(storage_writer, *positional, **keywords)
 
-        return _coordinator().index(writes)
+        return _coordinator().write_index(write)
 
     return save_state_dict_async_finalize
 
 
-def _judgment(save: Save | None, metadata: Any) -> list[str]:
+def _inspect_disk(save: Save | None, metadata: Any) -> list[str]:
+    """Return the problems on disk of the active save, by its index, and record the size of its records."""
     if save is None:
         return []
     save.bytes = stored_bytes(metadata)
@@ -140,7 +140,7 @@ def _new_exports() -> Exports:
 
 def _writers(original: Function, request: object = None) -> MegatronWriters:
     """Return the writers of the job's strategy, which the request shows, or else the queue."""
-    scope = inspect.unwrap(original).__globals__
+    scope = scope_of(original)
     modules = [type(item).__module__ for item in (request, scope.get("_async_calls_queue"))]
     is_other = any(module.startswith("nvidia_resiliency_ext.") for module in modules)
     kind = ResiliencyWriters if is_other else MegatronWriters
@@ -181,5 +181,5 @@ def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
         tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
         tracker_text="release" if release else str(iteration),
         asynchronous=asynchronous,
-        record=recorder().begun(chunks, optimizer, vars(arguments), iteration, in_background=asynchronous),
+        sidecar=packing_recorder().begun(chunks, optimizer, vars(arguments), iteration, in_background=asynchronous),
     )

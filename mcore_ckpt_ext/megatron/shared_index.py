@@ -19,9 +19,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_name
@@ -32,17 +29,17 @@ _COMMON = "load_common_state_dict"
 
 
 @contextmanager
-def index_shared(stored: FolderIndex) -> Iterator[None]:
+def share_index(stored: FolderIndex) -> Iterator[None]:
     """Let torch and Megatron use the index that rank 0 has read for this rank, within this scope.
 
     Args:
         stored: the index of the checkpoint to load; without an effect if every rank reads its own.
     """
-    with nullcontext() if stored.shared is None else index_read_once(stored):
+    with nullcontext() if stored.shared is None else read_index_once(stored):
         yield
 
 
-def shared_with(handed: SharedIndex | None) -> SharedIndex | None:
+def index_for_this_rank(handed: SharedIndex | None) -> SharedIndex | None:
     """Return the index of rank 0 if it belongs to this rank's folder, too; else None.
 
     If this rank's folder is another copy, for example on a local disk, the size of its index may differ.
@@ -50,7 +47,7 @@ def shared_with(handed: SharedIndex | None) -> SharedIndex | None:
     return None if handed is None or _size(handed.folder) != handed.size else handed
 
 
-def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
+def read_shared_index(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
     """Return the index of the iteration that a load would take, mostly without plans; None without one.
 
     Plans are only needed by jobs that reuse the plan of the previous save (`--ckpt-assume-constant-structure`,
@@ -62,13 +59,6 @@ def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | 
         index = SharedIndex(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
         return index if getattr(arguments, "ckpt_assume_constant_structure", False) else index.without_plans()
     return None
-
-
-def is_moved(session: LoadSession, arguments: Any) -> bool:
-    """Return True if the layout differs from the checkpoint's, so that this package reads tensors."""
-    with suppress(CheckpointError, OSError):
-        return bool(placement_changes(session.checkpoint.arguments, JobArguments.of(vars(arguments))))
-    return False
 
 
 def _size(folder: Path) -> int:
@@ -129,14 +119,15 @@ class TorchIndex:
 
 
 @contextmanager
-def index_read_once(stored: FolderIndex | None = None) -> Iterator[TorchIndex]:
+def read_index_once(stored: FolderIndex | None = None) -> Iterator[TorchIndex]:
     """Let torch unpickle the index of a folder only once within this scope.
 
     Args:
         stored: the index of the checkpoint to load, which rank 0 may have read for this rank.
     """
     reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
-    original, index = reader.read_metadata, TorchIndex(reader, stored)
+    original = reader.read_metadata
+    index = TorchIndex(reader, stored)
 
     @functools.wraps(original)
     def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:

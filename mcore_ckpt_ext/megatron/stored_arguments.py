@@ -9,21 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
-from mcore_ckpt_ext.megatron.presentation import folder_to_present
+from mcore_ckpt_ext.megatron.presentation import session_to_present
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint
-from mcore_ckpt_ext.patching.overrides import Scope, overridden
+from mcore_ckpt_ext.patching.overrides import overridden, scope_of
+from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
-
-Function = Callable[..., Any]
 
 
 def wrap_load_args(original: Function) -> Function:
     """Return a `load_args_from_checkpoint` that also reads what stock cannot, except legacy files."""
-    scope: Scope = inspect.unwrap(original).__globals__
+    scope = scope_of(original)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -31,7 +29,7 @@ def wrap_load_args(original: Function) -> Function:
         call = signature.bind(*positional, **keywords)
         call.apply_defaults()
         arguments = call.arguments["args"]
-        session = folder_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
+        session = session_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
         if session is None or LegacyCheckpoint.recognizes(session.folder):
             return original(*positional, **keywords)
         checkpoint = session.checkpoint

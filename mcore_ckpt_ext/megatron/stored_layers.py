@@ -28,7 +28,8 @@ from mcore_ckpt_ext.patching.overrides import overridden
 
 def request_stored_layers(load: Callable[..., Any], session: LoadSession) -> Callable[..., Any]:
     """Wrap `dist_checkpointing.load` of a folder: request layers by the keys of the checkpoint."""
-    signature, scope = inspect.signature(load), inspect.unwrap(load).__globals__
+    signature = inspect.signature(load)
+    scope = inspect.unwrap(load).__globals__
 
     @functools.wraps(load)
     def load_by_stored_keys(*positional: Any, **keywords: Any) -> Any:

@@ -24,7 +24,7 @@ _ITERATION = "iteration"
 _VERSION = "checkpoint_version"
 _SCHEDULE = "opt_param_scheduler"
 # Each entry under all names that Megatron accepts, the present one last.
-_OF_SCHEDULER = (
+_SCHEDULE_ENTRIES = (
     ("start_lr", "max_lr"),
     ("min_lr",),
     ("warmup_iter", "warmup_steps", "lr_warmup_steps"),
@@ -32,7 +32,7 @@ _OF_SCHEDULER = (
     ("decay_style", "lr_decay_style"),
     ("num_iters", "num_steps"),
 )
-_WITH_WEIGHT_DECAY = ("end_wd", "wd_incr_steps", "wd_incr_style")
+_WEIGHT_DECAY_ENTRIES = ("end_wd", "wd_incr_steps", "wd_incr_style")
 
 
 def missing_progress(session: LoadSession) -> tuple[str, ...]:
@@ -67,11 +67,11 @@ def _missing(common: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(schedule, Mapping):
         yield _SCHEDULE
         return
-    for names in _OF_SCHEDULER:
+    for names in _SCHEDULE_ENTRIES:
         if not any(name in schedule for name in names):
             yield f"{key}.{names[-1]}"
     if "start_wd" in schedule:
-        yield from (f"{key}.{name}" for name in _WITH_WEIGHT_DECAY if name not in schedule)
+        yield from (f"{key}.{name}" for name in _WEIGHT_DECAY_ENTRIES if name not in schedule)
 
 
 def check_progress(missing: Sequence[str], arguments: Any, where: str, *, has_scheduler: bool) -> None:

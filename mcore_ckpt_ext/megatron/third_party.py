@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 from mcore_ckpt_ext.megatron.core_load import serves
-from mcore_ckpt_ext.patching.overrides import Scope, overridden
-
-Function = Callable[..., Any]
+from mcore_ckpt_ext.patching.overrides import overridden, scope_of
+from mcore_ckpt_ext.patching.patch_point import Function
 
 
 class _Everything(Container[object]):
@@ -38,7 +37,7 @@ class _AnyFormat:
 
 def wrap_bridge_load(original: Function) -> Function:
     """Wrap Megatron-Bridge's `_load_checkpoint_from_path`."""
-    scope: Scope = inspect.unwrap(original).__globals__
+    scope = scope_of(original)
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -1,4 +1,7 @@
-"""Checks loads by Megatron Core from folders whose parallel layout is unknown, after they are done."""
+"""Checks loads by Megatron Core from folders without weights, after they are done.
+
+Before such a load nothing shows to which parameters the masters belong: the live weights do, if they are loaded first.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _FILLED = "Megatron has already filled the optimizer: do not train on, start aga
 
 
 class UncheckedLoads:
-    """The optimizers that Megatron Core loads from a folder whose parallel layout is unknown."""
+    """The optimizers that Megatron Core loads from a folder that has no weights."""
 
     def __init__(self) -> None:
         self._folders: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()

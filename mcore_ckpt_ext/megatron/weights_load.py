@@ -9,7 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.presentation import changes_of, folder_to_present
+from mcore_ckpt_ext.megatron.presentation import reasons_to_present, session_to_present
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
 from mcore_ckpt_ext.patching.overrides import Scope
@@ -20,32 +20,26 @@ def load_weights_alone(
 ) -> tuple[Any, str]:
     """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the load.
-        directory: the run folder.
-        chunks: the unwrapped model chunks.
-        stock: calls the original with all its arguments.
-
     Returns:
-        The result of the original, and a summary if random states of the checkpoint were not restored; else empty.
+        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has read the files.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
     """
-    arguments, sessions = scope["get_args"](), [session]
+    arguments = scope["get_args"]()
 
     def inspect_here() -> Path | None:
-        here = folder_to_present(directory, arguments, session)
-        if here is None:
+        nonlocal session
+        presentable = session_to_present(directory, arguments, session)
+        if presentable is None:
             return None
-        sessions.append(here)
-        return here.folder if changes_of(here, arguments, megatron_version()) else None
+        session = presentable
+        return session.folder if reasons_to_present(session, arguments, megatron_version()) else None
 
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock(), ""
-    session = sessions[-1].with_folder(folder)
+    session = session.with_folder(folder)
     with presented(scope, session, chunks):
         result = stock()
     checkpoint = session.checkpoint

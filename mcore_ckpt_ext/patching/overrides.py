@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+from mcore_ckpt_ext.patching.patch_point import Function
+
 Scope = MutableMapping[str, Any]
 """The globals of a framework's module, such as Megatron's `checkpointing`."""
+
+
+def scope_of(function: Function) -> Scope:
+    """Return the globals of a function's module, beneath other wrappers of it."""
+    scope: Scope = inspect.unwrap(function).__globals__
+    return scope
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.resume import LIVE_MODEL, ResumeOptions
-from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RESUMING, MegatronLoad
+from mcore_ckpt_ext.megatron.load_phases import CHECKING, COMPLETENESS, DECIDING, LOOKING, RESUMING, MegatronResume
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import Check
 from mcore_ckpt_ext.operations.assumed_release import release_of
@@ -157,12 +157,12 @@ class _Rehearsing:
             job.layout.world, written, job.arguments, request.version, request.team, full=request.full
         )
         self._make_ready(load, job)
-        ranks.perform((*CHECKING, *DECIDING), load)
+        ranks.perform((COMPLETENESS, *CHECKING, *DECIDING), load)
         self._note_loader(ranks, checkpoint)
         ranks.perform(RESUMING, load)
         return self._succeeded(load, ranks, written)
 
-    def _found(self) -> MegatronLoad:
+    def _found(self) -> MegatronResume:
         """Look for the checkpoint as the first rank of a job does.
 
         Raises:
@@ -172,15 +172,17 @@ class _Rehearsing:
         step = None if (path / TRACKER_FILE).exists() else iteration_number(path)
         run = str(path if step is None else path.parent)
         nothing = JobArguments.of({})
-        load = MegatronLoad(LoadSession(path), nothing, arguments=arguments_to_load(nothing, run, step), directory=run)
+        load = MegatronResume(
+            LoadSession(path), nothing, arguments=arguments_to_load(nothing, run, step), directory=run
+        )
         ranks = SimulatedRanks(1, nothing, nothing, self._request.version, self._request.team, full=False)
-        ranks.perform((*LOOKING, *CHECKING), load)
+        ranks.perform((*LOOKING, COMPLETENESS, *CHECKING), load)
         folder = iteration_folder(path)
         load.session = load.session.with_folder(folder)
         self._plain = replace(self._plain, path=str(folder))
         return load
 
-    def _make_ready(self, load: MegatronLoad, job: TargetJob) -> None:
+    def _make_ready(self, load: MegatronResume, job: TargetJob) -> None:
         """Give a load the arguments of the job that resumes."""
         load.running = job.arguments
         load.arguments = arguments_to_load(job.arguments, str(load.directory), load.arguments.ckpt_step)
@@ -207,7 +209,7 @@ class _Rehearsing:
         self._plain = replace(self._plain, loaded_by=STOCK if is_stock else PACKAGE, why=why)
         self._plans = not decision.is_stock
 
-    def _succeeded(self, load: MegatronLoad, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:
+    def _succeeded(self, load: MegatronResume, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:
         checkpoint = load.checkpoint
         figures = ranks.shares.figures
         return replace(

@@ -19,10 +19,10 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import PLAN
 from mcore_ckpt_ext.megatron.live.resume import Resume
-from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess
-from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
+from mcore_ckpt_ext.megatron.load_assessment import LoadAssessment, assess
+from mcore_ckpt_ext.megatron.load_phases import MegatronResume
 from mcore_ckpt_ext.megatron.local_checkpoints import LOCAL
-from mcore_ckpt_ext.megatron.presentation import must_be_presented
+from mcore_ckpt_ext.megatron.presentation import may_need_presentation
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.operations.coverage import check_stored_groups
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike, by_rank
@@ -124,18 +124,18 @@ class SimulatedRanks:
 
     # The work of each rank in the phases.
 
-    def observed(self, load: MegatronLoad) -> None:
+    def observed(self, load: MegatronResume) -> None:
         """Do nothing: simulated ranks see the same folder and have the same settings."""
 
-    def compare_observed(self, load: MegatronLoad, observed: Sequence[None]) -> None:
+    def compare_observed(self, load: MegatronResume, observed: Sequence[None]) -> None:
         """Do nothing: see `observed`."""
 
-    def needs_presentation(self, load: MegatronLoad) -> bool:
+    def needs_presentation(self, load: MegatronResume) -> bool:
         """Return True if this package has to present the checkpoint to Megatron."""
         reads_zarr = LOADS_ZARR.is_of(self._version)
-        return must_be_presented(load.session, load.arguments, self._version_pair, reads_zarr=lambda: reads_zarr)
+        return may_need_presentation(load.session, load.arguments, self._version_pair, reads_zarr=lambda: reads_zarr)
 
-    def assess(self, load: MegatronLoad) -> LoadAssessment | None:
+    def assess(self, load: MegatronResume) -> LoadAssessment | None:
         """Assess the checkpoint for simulated optimizers.
 
         Raises:

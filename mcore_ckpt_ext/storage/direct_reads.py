@@ -88,8 +88,8 @@ def open_direct(descriptor: int) -> int | None:
 def _is_cached(descriptor: int, position: int) -> bool:
     """Return whether the page at a position of a file is in the page cache.
 
-    The page is mapped for that, but not touched. `mincore` says so of all pages if the file belongs to someone else and cannot be written (mm/mincore.c,
-    `can_do_mincore`, Linux 5.2 to 6.18).
+    The page is mapped for that, but not touched. `mincore` says so of all pages if the file belongs to someone else and
+    cannot be written (mm/mincore.c, `can_do_mincore`, Linux 5.2 to 6.18).
     """
     call = function_of_linux("mincore")
     if call is None:

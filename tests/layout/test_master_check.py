@@ -360,9 +360,9 @@ def test_an_unknown_optimizer_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hooks_proof, "announce", lambda line, every_rank: said.append(f"{every_rank}: {line}"))
     optimizer = SimpleNamespace(optimizer=torch.optim.Adagrad([torch.ones(1, requires_grad=True)]))
     chunk = torch.nn.ParameterDict({"first": torch.ones(4)})
-    hooks_proof.prove_loaded([chunk], optimizer, loaded=True, weaker=None)
+    hooks_proof.prove_loaded([chunk], optimizer, loaded=True, permitted=None)
     assert said == [
         "True: this load is not verified: rank 0: this version cannot check the optimizer: SimpleNamespace over Adagrad"
     ]
-    hooks_proof.prove_loaded([chunk], optimizer, loaded=False, weaker=None)
+    hooks_proof.prove_loaded([chunk], optimizer, loaded=False, permitted=None)
     assert len(said) == 1

@@ -16,8 +16,8 @@ from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.additive_digest import format_digest
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
-from mcore_ckpt_ext.megatron import load_decision
-from mcore_ckpt_ext.megatron.load_decision import packs_otherwise
+from mcore_ckpt_ext.megatron import load_assessment
+from mcore_ckpt_ext.megatron.load_assessment import packs_otherwise
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, SharedIndex, read_index_digest
@@ -127,7 +127,7 @@ def test_damage_is_not_mistaken_for_a_stale_sidecar(remainders: Fixture) -> None
 
 def test_a_live_order_is_not_compared_with_a_stale_one(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(load_decision, "order_digests", lambda groups: read.append("order") or {})
+    monkeypatch.setattr(load_assessment, "order_digests", lambda groups: read.append("order") or {})
     packs_otherwise(LoadSession(remainders.iteration), list, None)
     assert read == ["order"]
     edit(remainders, lambda content: content.update(index="0" * 32))

@@ -72,7 +72,9 @@ def test_ranks_that_are_missing_are_a_reason_to_refuse(stores: Callable[[], TCPS
 def test_ranks_that_wait_end_with_the_exit_code_of_the_job(stores: Callable[[], TCPStore], code: int) -> None:
     def work(agreement: Agreement, rank: int) -> object:
         agreement.share(lambda: "some wait")
-        return agreement.wait_for_end() if rank >= 3 else agreement.end(code, 2, PATIENCE) if rank == 0 else None
+        return (
+            agreement.wait_for_end() if rank >= 3 else agreement.announce_end(code, 2, PATIENCE) if rank == 0 else None
+        )
 
     assert on_ranks(stores, work) == [None, None, None, code, code]
 

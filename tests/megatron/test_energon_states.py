@@ -16,10 +16,10 @@ from mcore_ckpt_ext.continuity.order_change import CHANGES, EACH_ONCE, SAME_ORDE
 from mcore_ckpt_ext.errors import UnsafePickleError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.energon_states import (
+    add_loader_states,
     provide_states,
     redistributed,
     restore_argument,
-    with_states,
 )
 from tests.harness.packages import energon
 
@@ -54,7 +54,7 @@ def _account(place: Path, saved: int, running: int, workers: int = 2, **more: An
         {"consumed_train_samples": 64, **shared, "data_parallel_size": saved, "num_workers": workers, **more}
     )
     job = written.replace(data_parallel_size=running, num_workers=saved * workers // running)
-    return with_states(data_order(written, job), written, job, _FOLDER)
+    return add_loader_states(data_order(written, job), written, job, _FOLDER)
 
 
 def _offsets(state: Any) -> list[int]:

@@ -9,7 +9,6 @@ import pytest
 from mcore_ckpt_ext.megatron import flags
 from mcore_ckpt_ext.megatron.flags import (
     asynchronous_save_changes,
-    megatron_version,
     nvrx_problem,
     offload_hazard,
     wrap_parse_args,
@@ -132,7 +131,7 @@ def test_every_change_gives_its_reason():
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_the_wrapper_sets_them_and_says_so_in_one_line(monkeypatch, capsys, rank, lines):
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(flags, "megatron_version", lambda: (0, 19))
+    monkeypatch.setattr(flags, "version_text", lambda: "0.19.2")
     monkeypatch.setattr(flags, "nvrx_problem", lambda: "too\nold")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--async-save"])
     arguments = wrap_parse_args(lambda extra=None: _arguments(extra=extra))(extra=3)
@@ -143,20 +142,9 @@ def test_the_wrapper_sets_them_and_says_so_in_one_line(monkeypatch, capsys, rank
 
 
 def test_the_wrapper_says_nothing_where_nothing_changes(monkeypatch, capsys):
-    monkeypatch.setattr(flags, "megatron_version", lambda: (0, 15))
+    monkeypatch.setattr(flags, "version_text", lambda: "0.15.0")
     assert wrap_parse_args(_arguments)() == _arguments()
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "version"), [("0.16.1", (0, 16)), ("0.19.0rc3+abc", (0, 19)), ("1.0", (1, 0)), ("dev", None), (None, None)]
-)
-def test_the_version_of_megatron(monkeypatch, text, version):
-    fake = ModuleType("megatron.core")
-    if text is not None:
-        fake.__version__ = text
-    monkeypatch.setitem(sys.modules, "megatron.core", fake)
-    assert megatron_version() == version
 
 
 def _strategies(monkeypatch, get_async_strategy):

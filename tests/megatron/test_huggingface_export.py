@@ -12,7 +12,7 @@ from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.megatron import huggingface_export
 from mcore_ckpt_ext.megatron.huggingface_export import Exports, check_export, environment_of, export_command
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.megatron.saving.committer import Publisher
+from mcore_ckpt_ext.megatron.saving.publisher import Publisher
 from mcore_ckpt_ext.megatron.saving.save import Save
 
 EVERY = Namespace(ckpt_ext_export_hf=4, save="run", save_interval=2, ckpt_format="torch_dist", load=None)
@@ -21,7 +21,7 @@ EVERY = Namespace(ckpt_ext_export_hf=4, save="run", save_interval=2, ckpt_format
 def save_of(run: Path, iteration: int, text: str = "") -> Save:
     tracker = run / "latest_checkpointed_iteration.txt"
     folder = run / f"iter_{iteration:07d}"
-    return Save(iteration, folder, tracker, text or str(iteration), True, record=lambda record: "")
+    return Save(iteration, folder, tracker, text or str(iteration), True, sidecar=lambda saved: "")
 
 
 def test_every_such_checkpoint_and_no_other(tmp_path: Path) -> None:

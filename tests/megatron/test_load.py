@@ -39,7 +39,7 @@ def test_an_optimizer_is_resumed_if_the_job_loads_it_from_a_format_that_is_read(
 @pytest.mark.parametrize("name", ["model", "ddp_model"])
 def test_the_model_may_have_its_former_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--moe-use-upcycling` passes it so; Megatron itself fails."""
-    monkeypatch.setattr(load, "_Load", lambda *given: SimpleNamespace(run=lambda: given))
+    monkeypatch.setattr(load, "_LoadCall", lambda *given: SimpleNamespace(run=lambda: given))
     call = {name: "the model", "optimizer": "optimizer", "opt_param_scheduler": "scheduler", "strict": False}
     assert wrap_load_checkpoint(max)(**call) == (max, "the model", "optimizer", "scheduler", (), {"strict": False})
 

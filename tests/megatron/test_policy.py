@@ -52,7 +52,7 @@ FACTS: Mapping[str, dict[str, Any]] = {
     "files": {"loop": Loop.LEGACY, "blockers": ["pipeline_model_parallel_size"]},
     "format of Megatron-FSDP": {"loop": Loop.MEGATRON_FSDP, "is_own_format": False},
     "optimizer of torch's FSDP": {"loop": Loop.TORCH_FSDP},
-    "optimizer arguments": {"switched": lambda: ["optimizer_cpu_offload"]},
+    "optimizer arguments": {"differing_arguments": lambda: ["optimizer_cpu_offload"]},
     "learning rates": {"written": stated(lr=1e-3), "running": stated(lr=5e-4)},
     "bounds of single groups": {
         "version": (0, 20),
@@ -123,12 +123,12 @@ def test_a_check_concerns_its_loops_and_versions_alone(check: Check) -> None:
     facts = facts_of(check.name)
     others = [loop for loop in Loop if loop not in check.loops]
     assert not any(check.concerns(replace(facts, loop=loop)) for loop in others)
-    if check.does is not None:
-        assert check.does.since is not None
-        assert not check.concerns(replace(facts, version=(0, check.does.since.minor - 1)))
-    if check.does_not is not None:
-        assert check.does_not.since is not None
-        assert not check.concerns(replace(facts, version=check.does_not.since))
+    if check.requires is not None:
+        assert check.requires.since is not None
+        assert not check.concerns(replace(facts, version=(0, check.requires.since.minor - 1)))
+    if check.excludes is not None:
+        assert check.excludes.since is not None
+        assert not check.concerns(replace(facts, version=check.excludes.since))
 
 
 def test_nothing_that_speaks_against_stock() -> None:
@@ -140,7 +140,7 @@ def test_nothing_that_speaks_against_stock() -> None:
 
 
 def test_the_first_check_that_applies_decides() -> None:
-    facts = replace(facts_of("layout"), switched=lambda: ["optimizer"])
+    facts = replace(facts_of("layout"), differing_arguments=lambda: ["optimizer"])
     assert decide(facts).reason == "optimizer arguments"
 
 

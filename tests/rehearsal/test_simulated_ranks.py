@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
 from mcore_ckpt_ext.megatron.live.phases import Phase
-from mcore_ckpt_ext.megatron.load_phases import MEGATRON, MegatronLoad
+from mcore_ckpt_ext.megatron.load_phases import ALL_PHASES, MegatronResume
 from mcore_ckpt_ext.optimizers import digests
 from mcore_ckpt_ext.optimizers.remainders import split
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
@@ -28,15 +28,15 @@ def rehearsed(fixture: Fixture, layout: str = "tp=2", gpus: int = 2) -> Rehearsa
 
 def test_a_rehearsal_performs_every_phase_up_to_the_first_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     performed: list[Phase] = []
-    original: Callable[[SimulatedRanks, Phase, MegatronLoad], None] = SimulatedRanks._perform  # type: ignore[assignment]
+    original: Callable[[SimulatedRanks, Phase, MegatronResume], None] = SimulatedRanks._perform  # type: ignore[assignment]
 
-    def perform(self: SimulatedRanks, phase: Phase, load: MegatronLoad) -> None:
+    def perform(self: SimulatedRanks, phase: Phase, load: MegatronResume) -> None:
         performed.append(phase)
         original(self, phase, load)
 
     monkeypatch.setattr(SimulatedRanks, "_perform", perform)
     assert rehearsed(fixture_named("p10")).will_succeed
-    expected = [phase for phase in MEGATRON if not phase.writes]
+    expected = [phase for phase in ALL_PHASES if not phase.writes]
     left_out = [phase.name for phase in expected if phase not in performed]
     # No option asks for local checkpoints, for all checksums or to read once, and the optimizer has weights.
     assert left_out == [

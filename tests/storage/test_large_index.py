@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
-from mcore_ckpt_ext.megatron.shared_index import index_read_once, index_shared
+from mcore_ckpt_ext.megatron.shared_index import read_index_once, share_index
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
@@ -299,7 +299,7 @@ def test_torch_reads_objects_without_unpickling_a_shared_index(tmp_path: Path, m
     assert handed.index.objects.keys() == {"common.iteration"}
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
-        with index_read_once(FolderIndex(folder, handed)) as index:
+        with read_index_once(FolderIndex(folder, handed)) as index:
             with index.objects_only():
                 assert objects_of(folder) == 7
             with pytest.raises(CheckpointException):  # torch 2.9 does not give the reason
@@ -316,7 +316,7 @@ def test_megatron_reads_the_common_state_without_unpickling_a_shared_index(
     expected = before(str(folder))
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
-        with index_shared(FolderIndex(folder, SharedIndex(folder, data))):
+        with share_index(FolderIndex(folder, SharedIndex(folder, data))):
             found = dist_checkpointing.load_common_state_dict(str(folder))
             also = sys.modules["megatron.core.dist_checkpointing.serialization"].load_common_state_dict(str(folder))
     assert found.keys() == also.keys() == expected.keys()
@@ -327,7 +327,7 @@ def test_megatron_reads_the_common_state_without_unpickling_a_shared_index(
 def test_torch_gets_all_else_as_it_is_stored(tmp_path: Path) -> None:
     data, folder = with_object(tmp_path)
     state = {"buffer": torch.zeros(6), "common": {"iteration": 0}}
-    with index_read_once(FolderIndex(folder, SharedIndex(folder, data).without_plans())) as index:
+    with read_index_once(FolderIndex(folder, SharedIndex(folder, data).without_plans())) as index:
         with index.objects_only():
             assert objects_of(folder) == 7
         torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder))
@@ -338,7 +338,7 @@ def test_a_damaged_shared_index_is_left_to_torch(tmp_path: Path) -> None:
     _, folder = with_object(tmp_path)
     (folder / ".metadata").write_bytes(b"no index")
     with (
-        index_read_once(FolderIndex(folder, SharedIndex(folder, b"no index"))) as index,
+        read_index_once(FolderIndex(folder, SharedIndex(folder, b"no index"))) as index,
         index.objects_only(),
         pytest.raises(CheckpointException, match="UnpicklingError|metadata"),
     ):
@@ -352,7 +352,7 @@ def test_a_reader_that_keeps_its_data_for_a_later_save_gets_all(tmp_path: Path) 
     data, folder = with_object(tmp_path)
     known = pickle.loads(data)
     stored = FolderIndex(folder, SharedIndex(folder, data).without_plans())
-    with index_shared(stored), index_read_once(stored) as index:
+    with share_index(stored), read_index_once(stored) as index:
         with index.objects_only():
             assert FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == {"common.iteration"}
             kept = Keeping(folder).read_metadata()
@@ -368,7 +368,7 @@ def test_torch_sees_no_plans_in_an_index_shared_without_them(tmp_path: Path) -> 
     (tmp_path / ".metadata").write_bytes(data)
     reader = FileSystemReader(tmp_path)
     assert reader.read_metadata().all_local_plans == [1, 2]
-    with index_shared(FolderIndex(tmp_path, SharedIndex(tmp_path, data).without_plans())):
+    with share_index(FolderIndex(tmp_path, SharedIndex(tmp_path, data).without_plans())):
         found = reader.read_metadata()
         assert not hasattr(found, "all_local_plans")
         assert found.state_dict_metadata == pickle.loads(data).state_dict_metadata

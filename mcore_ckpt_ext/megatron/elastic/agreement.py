@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import ResumeRefusedError
 _PREFIX = "mcore_ckpt_ext/elastic"
 _SHORTEST_PAUSE = 0.02
 _LONGEST_PAUSE = 0.5
-_AT_ONCE = timedelta(seconds=60)
+_LONGEST_WAIT = timedelta(seconds=60)
 
 
 class Agreement:
@@ -84,7 +84,7 @@ class Agreement:
         self._store.add(self._key(self.start, "received"), 1)
         return value.decode()
 
-    def end(self, code: int, waiting: int, patience: float) -> None:
+    def announce_end(self, code: int, waiting: int, patience: float) -> None:
         """Inform the ranks that wait that the job has ended, until all have seen it."""
         self._store.set(self._key(self.start, "ended"), str(code))
         until = time.monotonic() + patience
@@ -105,7 +105,7 @@ class Agreement:
 
     def _is_there(self, key: str) -> bool:
         try:
-            self._store.wait([key], _AT_ONCE)
+            self._store.wait([key], _LONGEST_WAIT)
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise

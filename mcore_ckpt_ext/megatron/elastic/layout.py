@@ -21,10 +21,10 @@ from mcore_ckpt_ext.megatron.elastic.agreement import Agreement
 from mcore_ckpt_ext.megatron.elastic.ending import Ending
 from mcore_ckpt_ext.megatron.elastic.hazards import hazards
 from mcore_ckpt_ext.megatron.probe import check_complete
-from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.saving.committer import Grace
 from mcore_ckpt_ext.megatron.saving.parent_watch import end_with_starter
+from mcore_ckpt_ext.megatron.saving.publisher import Grace
 from mcore_ckpt_ext.operations.elastic_layout import ChosenLayout, choose_for, with_virtual_stages
 from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
 from mcore_ckpt_ext.patching.log import announce
@@ -35,7 +35,7 @@ from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
 # What the flags of a job decide even where they are not given: otherwise it would be the checkpoint's.
-_OF_FLAGS = (
+_DECIDED_BY_FLAGS = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
@@ -67,8 +67,9 @@ def apply_layout(arguments: Any) -> None:
     mode = LAYOUT.chosen(arguments)
     if mode == OF_FLAGS or "WORLD_SIZE" not in os.environ:
         return
-    _prepare(arguments)
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    _watch_end(arguments)
+    ranks = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     if _fits(arguments, ranks):
         return
     patience = 60.0 * (getattr(arguments, "distributed_timeout_minutes", None) or 10)
@@ -92,10 +93,10 @@ def apply_layout(arguments: Any) -> None:
     if "refusal" in decision:
         raise ResumeRefusedError(decision["refusal"])
     announce(f"--ckpt-ext-layout {mode}: {decision['reason']}")
-    _take(decision, arguments, rank, ranks, agreement)
+    _apply_decision(decision, arguments, rank, ranks, agreement)
 
 
-def _prepare(arguments: Any) -> None:
+def _watch_end(arguments: Any) -> None:
     """Observe the end of this process, end it with its agent, and say what the job cannot survive."""
     PROCESS.one(Ending).watch()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -133,7 +134,7 @@ def _fits(arguments: Any, ranks: int) -> bool:
 def _chosen(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayout:
     """Choose, from the newest complete checkpoint if there is one, otherwise from the flags alone."""
     flags = {name: value for name, value in vars(arguments).items() if value is not None}
-    flags |= {name: getattr(arguments, name, None) for name in _OF_FLAGS}
+    flags |= {name: getattr(arguments, name, None) for name in _DECIDED_BY_FLAGS}
     for name in ("rank", "local_rank", "world_size"):
         flags.pop(name, None)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
@@ -156,7 +157,7 @@ def _newest(arguments: Any) -> FolderIndex | None:
     Raises:
         ResumeRefusedError: it is not complete, and no other one may be taken.
     """
-    folder = folder_named(getattr(arguments, "load", None), arguments)
+    folder = folder_to_load(getattr(arguments, "load", None), arguments)
     if folder is None or "://" in str(arguments.load):
         return None
     run = Path(str(arguments.load))
@@ -176,7 +177,7 @@ def _newest(arguments: Any) -> FolderIndex | None:
     return FolderIndex(run / iteration_name(health.newest_complete))
 
 
-def _take(decision: Mapping[str, Any], arguments: Any, rank: int, ranks: int, agreement: Agreement) -> None:
+def _apply_decision(decision: Mapping[str, Any], arguments: Any, rank: int, ranks: int, agreement: Agreement) -> None:
     """Set the layout, or wait for the end of the job if this rank has no part in it."""
     gpus = int(decision["gpus"])
     waiting = ranks - gpus
@@ -185,7 +186,7 @@ def _take(decision: Mapping[str, Any], arguments: Any, rank: int, ranks: int, ag
         code = agreement.wait_for_end()
         sys.exit(1 if code is None else code)
     if waiting and rank == 0:
-        ending.call_at_end(lambda code: agreement.end(code, waiting, _SECONDS_TO_END))
+        ending.call_at_end(lambda code: agreement.announce_end(code, waiting, _SECONDS_TO_END))
     for name, value in decision["arguments"].items():
         if hasattr(arguments, name):
             setattr(arguments, name, value)

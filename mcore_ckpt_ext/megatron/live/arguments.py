@@ -21,9 +21,9 @@ from mcore_ckpt_ext.layout.parallel import SWITCHES
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 
-_OF_MODEL = (*MODEL_SIZE_ARGUMENTS, *SWITCHES, *WEIGHT_SHARDS)
+_MODEL_ARGUMENTS = (*MODEL_SIZE_ARGUMENTS, *SWITCHES, *WEIGHT_SHARDS)
 # Attributes of `ddp_config` and their arguments: Megatron-Bridge stores this object as its section `ddp`.
-OF_BUFFERS = {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == "ddp"}
+BUFFER_ARGUMENTS = {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == "ddp"}
 
 
 def unwrapped(model: Any) -> list[Any]:
@@ -61,12 +61,14 @@ def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
     """
     arguments: dict[str, Any] = {}
     config = next((chunk.config for chunk in chunks if hasattr(chunk, "config")), None)
-    arguments |= {name: getattr(config, name) for name in _OF_MODEL if hasattr(config, name)}
+    arguments |= {name: getattr(config, name) for name in _MODEL_ARGUMENTS if hasattr(config, name)}
     arguments["num_experts"] = getattr(config, "num_moe_experts", None)
     for child in Chain.of(optimizer).distributed:
         ddp_config = getattr(child, "ddp_config", None)
         arguments |= {
-            argument: getattr(ddp_config, name) for name, argument in OF_BUFFERS.items() if hasattr(ddp_config, name)
+            argument: getattr(ddp_config, name)
+            for name, argument in BUFFER_ARGUMENTS.items()
+            if hasattr(ddp_config, name)
         }
     world = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [arguments.get(SIZE_ARGUMENTS[name]) or 1 for name in ("tensor", "pipeline", "context")]

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.group_device import payload_device
 from mcore_ckpt_ext.layout.additive_digest import digest_on_device, format_digest, join_digests
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, keeps_remainders
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, any_keeps_remainders
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 
 Place = tuple[int, int, str]
@@ -42,7 +42,7 @@ class Digester:
         places: list[Place] = []
 
         def inspect_here() -> None:
-            if any(map(keeps_remainders, Chain.of(optimizer).distributed)):
+            if any_keeps_remainders(optimizer):
                 live = live_parameters(chunks)
                 self._names = {number: parameter.regions[0].name for number, parameter in live.items()}
                 places.extend(place for place, _, _ in _held(optimizer, self._names))

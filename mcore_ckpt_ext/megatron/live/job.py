@@ -29,7 +29,7 @@ class LiveJob:
         adapters: the adapters of its optimizers.
         shards: the shards that the checkpoint has.
         new: the shards of parameters that keep their initialization.
-        view: the summary for the other ranks.
+        summary: the summary for the other ranks.
     """
 
     def __init__(self, chunks: Chunks, optimizer: Any, spell: NameFunction = str) -> None:
@@ -51,7 +51,7 @@ class LiveJob:
         self.shards = [shard for shard in held if not shard.name.startswith(NEW)]
         self.new = [shard for shard in held if shard.name.startswith(NEW)]
         first = not self.adapters or any(adapter.is_first_replica for adapter in self.adapters)
-        self.view = RankSummary(
+        self.summary = RankSummary(
             names=live_names(stored) if first else [],
             trained=trained_names(chunks, live) if first else [],
             registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
@@ -84,15 +84,15 @@ class RankSummary:
     kinds: frozenset[str]
 
 
-def check_same_kinds(views: Sequence[RankSummary]) -> None:
+def check_same_kinds(summaries: Sequence[RankSummary]) -> None:
     """Refuse ranks that keep their masters in different ways; a rank may lack a kind that another has.
 
     Raises:
         ModelMismatchError: two ranks were started with different options.
     """
     ranks_of: dict[frozenset[str], list[int]] = {}
-    for rank, view in enumerate(views):
-        ranks_of.setdefault(view.kinds, []).append(rank)
+    for rank, summary in enumerate(summaries):
+        ranks_of.setdefault(summary.kinds, []).append(rank)
     ordered = sorted(ranks_of, key=len)
     if all(fewer <= more for fewer, more in pairwise(ordered)):
         return

@@ -9,28 +9,28 @@ from mcore_ckpt_ext.collectives import agreed, is_first_rank, rank_and_size
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who, agreements
 
 
-def perform(phases: Sequence[Phase], resume: Any, ranks: Any = None) -> None:
+def perform(phases: Sequence[Phase], resume: Any, performer: Any = None) -> None:
     """Perform phases of a resume on the ranks of a running job. Collective.
 
     Args:
         phases: the phases, in order.
         resume: the resume that they advance.
-        ranks: what phases of each rank's own part get as their last argument.
+        performer: does what differs between ranks; phases of `Who.EACH_RANK` and `Who.FRAMEWORK` get it.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank cannot resume.
     """
     for together in agreements(phases):
-        _perform(together, resume, ranks)
+        _perform(together, resume, performer)
 
 
-def _perform(together: Sequence[Phase], resume: Any, ranks: Any) -> None:
+def _perform(together: Sequence[Phase], resume: Any, performer: Any) -> None:
     """Perform the phases of one agreement."""
     first = together[0]
     if len(together) == 1 and not first.applies(resume):
         return
     if not first.is_agreed:
-        first.work(resume, *([ranks] if first.who is Who.FRAMEWORK else []))
+        first.work(resume, *([performer] if first.who is Who.FRAMEWORK else []))
         return
     performed: list[Phase] = []
 
@@ -38,7 +38,7 @@ def _perform(together: Sequence[Phase], resume: Any, ranks: Any) -> None:
         sent: list[Any] = []
         for phase in together:
             if phase.applies(resume):
-                result = _work(phase, resume, ranks)
+                result = _work(phase, resume, performer)
                 performed.append(phase)
                 sent.append(None if phase.collect is None else result)
         return sent
@@ -46,12 +46,12 @@ def _perform(together: Sequence[Phase], resume: Any, ranks: Any) -> None:
     results = agreed(first.name, work, first.consequence)
     for number, phase in enumerate(performed):
         if phase.collect is not None:
-            phase.collect(resume, ranks, [of_rank[number] for of_rank in results])
+            phase.collect(resume, performer, [of_rank[number] for of_rank in results])
 
 
-def _work(phase: Phase, resume: Any, ranks: Any) -> Any:
+def _work(phase: Phase, resume: Any, performer: Any) -> Any:
     if phase.who is Who.EACH_SHARE:
         return phase.work(resume, *rank_and_size())
     if phase.who is Who.EACH_RANK:
-        return phase.work(resume, ranks)
+        return phase.work(resume, performer)
     return phase.work(resume) if phase.who is Who.EVERY_RANK or is_first_rank() else None

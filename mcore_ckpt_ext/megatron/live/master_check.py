@@ -136,7 +136,7 @@ class LiveMismatch:
 
 
 def live_mismatches(
-    chunks: Chunks, optimizer: Any, weaker: MasterCheck | None = None, every: int = 1
+    chunks: Chunks, optimizer: Any, permitted: MasterCheck | None = None, every: int = 1
 ) -> list[LiveMismatch]:
     """Return parameters of the live optimizer whose masters do not round to the live weights.
 
@@ -146,7 +146,7 @@ def live_mismatches(
     Args:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
-        weaker: the comparison that the loaded checkpoint permits, if rounding is too strict for it.
+        permitted: the comparison that the loaded checkpoint permits, if rounding is too strict for it.
         every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the
             last one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
 
@@ -161,7 +161,7 @@ def live_mismatches(
     try:
         for shard in (shard for adapter in adapters for shard in adapter.shards(live)):
             number = id(shard.live.parameter)
-            if number not in mismatches and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
+            if number not in mismatches and (mismatch := _first_mismatch(shard, permitted, room, every)) is not None:
                 mismatches[number] = mismatch
     except CheckpointError:
         if not mismatches:
@@ -178,12 +178,12 @@ def _named(mismatches: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveM
     ]
 
 
-def _first_mismatch(shard: LiveShard, weaker: MasterCheck | None, room: _Room, every: int) -> LiveMismatch | None:
+def _first_mismatch(shard: LiveShard, permitted: MasterCheck | None, room: _Room, every: int) -> LiveMismatch | None:
     master_check = shard.adapter.master_check(shard)
     if master_check is None:
         return None
     # Quantized live weights may have been quantized again, whatever loaded them.
-    master_check = weaker_of(master_check, weaker or quantization_check(shard.live.parameter))
+    master_check = weaker_of(master_check, permitted or quantization_check(shard.live.parameter))
     weight = shard.weight
     master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():

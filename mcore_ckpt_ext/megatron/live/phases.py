@@ -16,14 +16,17 @@ from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 
 
 class Who(Enum):
-    """Who performs a phase, and with which arguments its function is called after the resume."""
+    """Who performs a phase, and with which arguments its function is called after the resume.
+
+    A performer does what differs between ranks: a `LiveRank` for its own rank, in a rehearsal `SimulatedRanks` for all.
+    """
 
     ALL_ALIKE = "every rank, by facts that all ranks know, so that none asks the others: no argument"
     FIRST_RANK = "the first rank, for all: no argument"
     EVERY_RANK = "every rank does the same: no argument"
     EACH_SHARE = "each rank a share of the work: its number, and the number of ranks"
-    EACH_RANK = "each rank for its own part of the model: the ranks"
-    FRAMEWORK = "the framework on all ranks, which communicates by itself: the ranks"
+    EACH_RANK = "each rank for its own part of the model: the performer"
+    FRAMEWORK = "the framework on all ranks, which communicates by itself: the performer"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Phase:
         who: who performs it.
         work: the function; it gets the resume, and the arguments of `who`. Only the framework communicates in it.
         consequence: the state in which a refusal leaves the job.
-        collect: takes the resume, the ranks, and the results of all ranks; without it, nothing is sent.
+        collect: takes the resume, the performer, and the results of all ranks; without it, nothing is sent.
         applies: returns False for a resume that does not need the phase.
         writes: True if it changes the optimizer: a rehearsal ends before it.
         quotes: True if its refusals quote the framework, which a rehearsal does not run.

@@ -120,22 +120,22 @@ LOST_STATE = Phase(
     applies=lambda resume: not resume.options.accept_lost,
 )
 RECORDED_DIGESTS = Phase("planning the resume", Who.EACH_SHARE, check_recorded_digests)
-PLAN = Phase("planning the resume", Who.EACH_RANK, lambda resume, ranks: ranks.plan(resume))
+PLAN = Phase("planning the resume", Who.EACH_RANK, lambda resume, performer: performer.plan(resume))
 
 PREPARING = (
     Phase(
         "reading the live model",
         Who.EACH_RANK,
-        lambda resume, ranks: ranks.read_model(resume),
-        collect=lambda resume, ranks, summaries: setattr(resume, "summaries", summaries),
+        lambda resume, performer: performer.read_model(resume),
+        collect=lambda resume, performer, summaries: setattr(resume, "summaries", summaries),
     ),
     Phase("opening the checkpoint", Who.EVERY_RANK, open_for_job),
-    Phase("opening the checkpoint", Who.EACH_RANK, lambda resume, ranks: ranks.rename(resume)),
+    Phase("opening the checkpoint", Who.EACH_RANK, lambda resume, performer: performer.rename(resume)),
     Phase(
         "describing the live weights",
         Who.EACH_RANK,
-        lambda resume, ranks: ranks.weight_specs(),
-        collect=lambda resume, ranks, specs: resume.take_weights(specs),
+        lambda resume, performer: performer.weight_specs(),
+        collect=lambda resume, performer, specs: resume.take_weights(specs),
         applies=lambda resume: not resume.checkpoint.names(WEIGHT),
     ),
     Phase("planning the resume", Who.EVERY_RANK, check_job),
@@ -146,20 +146,20 @@ PREPARING = (
     Phase(
         "planning what is read once",
         Who.EACH_RANK,
-        lambda resume, ranks: ranks.wanted_bytes(),
-        collect=lambda resume, ranks, requested: ranks.share(requested),
+        lambda resume, performer: performer.wanted_bytes(),
+        collect=lambda resume, performer, requested: performer.share(requested),
         applies=lambda resume: bool(resume.options.read_once),
     ),
 )
 """What precedes the load of the weights: nothing is changed yet."""
 VERIFYING = Phase(
-    "proving the masters against the weights", Who.EACH_RANK, lambda resume, ranks: ranks.verify_masters(resume)
+    "proving the masters against the weights", Who.EACH_RANK, lambda resume, performer: performer.verify_masters(resume)
 )
 FILLING = Phase(
     "writing the optimizer",
     Who.EACH_RANK,
-    lambda resume, ranks: ranks.fill(resume),
+    lambda resume, performer: performer.fill(resume),
     consequence="it is partly written: do not train on, start again",
-    collect=lambda resume, ranks, filled: ranks.finish(resume, filled),
+    collect=lambda resume, performer, filled: performer.finish(resume, filled),
     writes=True,
 )

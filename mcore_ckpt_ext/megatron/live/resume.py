@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ class Resume:
     """A resume, as far as its phases have brought it.
 
     Attributes:
-        session: the load of its checkpoint.
+        session: the folder to load.
         running: the arguments of the running job.
         options: the user's options.
         summaries: the models of all ranks.
@@ -79,7 +79,7 @@ class Resume:
         Args:
             spell: maps live names to the checkpoint's.
         """
-        orders = [list(map(spell, registered)) for registered in self._registered()]
+        orders = [list(map(spell, registered)) for summary in self.summaries for registered in summary.registered]
         evidence = [ObservedOrder(LIVE_MODEL, orders)] if orders else []
         self.opened = with_first_moments(self.session.with_orders(evidence))
         self.spell = spell
@@ -92,9 +92,6 @@ class Resume:
         """
         weights = {name: weight for of_rank in specs for name, weight in of_rank.items()}
         self.opened = self.checkpoint.with_weights_of_a_job(weights)
-
-    def _registered(self) -> Iterable[list[str]]:
-        return (registered for summary in self.summaries for registered in summary.registered)
 
 
 def changed_padding(stored: int | None, rows: int | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mcore_ckpt_ext import __version__
 from mcore_ckpt_ext.collectives import attempt, gather, listed_of_all
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -20,6 +21,9 @@ from mcore_ckpt_ext.layout.sidecar import (
 )
 from mcore_ckpt_ext.megatron.live.digests import Digester, first_instances
 from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter, live_parameters
+from mcore_ckpt_ext.megatron.running_version import version_text
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.singletons import PROCESS
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,13 @@ class PackingRecorder:
         except Exception as error:  # noqa: BLE001 - see above
             self._log(f"no sidecar in iteration {iteration}: {error}; a resume will recover the packing instead")
             return ""
+
+
+def packing_recorder() -> PackingRecorder:
+    """Return this process's recorder of packings."""
+    # After a plus sign Megatron appends the commit of the git repository that contains it.
+    megatron = version_text().partition("+")[0]
+    return PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))
 
 
 def recorded_groups(chunks: Chunks, optimizer: Any) -> list[RecordedGroup]:

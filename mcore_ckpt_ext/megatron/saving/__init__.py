@@ -1,1 +1,1 @@
-"""The saves of a job: each is planned, written, finalized and committed, or leaves nothing."""
+"""The saves of a job: each is planned, written, finalized and published, or leaves nothing."""

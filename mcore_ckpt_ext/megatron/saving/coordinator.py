@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from mcore_ckpt_ext.collectives import Failure, attempt, text_of
 from mcore_ckpt_ext.errors import CheckpointError, SaveFailedError
-from mcore_ckpt_ext.megatron.saving.committer import Publisher
+from mcore_ckpt_ext.megatron.saving.publisher import Publisher
 from mcore_ckpt_ext.megatron.saving.save import Finalize, Point, Ranks, Save, State, Step
 from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
 
@@ -36,10 +36,10 @@ class _NotFinalizedError(SaveFailedError):
 class Writers(Protocol):
     """The background writers of this rank, for one of Megatron's strategies."""
 
-    def claimed(self, request: Any, save: Save, finalize: Finalize) -> Any:
+    def take_over(self, request: Any, save: Save, finalize: Finalize) -> Any:
         """Return the request, extended by error reports; `finalize` gets its finalization functions, if any."""
 
-    def handing_over(self) -> contextlib.AbstractContextManager[None]:
+    def scheduling(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which scheduling a request does not wait for a dead writer."""
 
     def watch_newest(self, completed: Callable[[str], str]) -> None:
@@ -52,7 +52,7 @@ class Writers(Protocol):
     def are_done(self) -> bool:
         """Return True if no write is outstanding; the result is the same on every rank."""
 
-    def going_home(self) -> contextlib.AbstractContextManager[None]:
+    def ending_writers(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ending the writers does not wait for a dead one."""
 
     def renew(self) -> None:
@@ -86,7 +86,7 @@ class Coordinator:
         self._log = log
         self._goes_on = goes_on
         self._now, self._sleep = clock
-        self._saves: list[Save] = []  # the saves that are being written or committed, oldest first
+        self._saves: list[Save] = []  # the saves that are being written or published, oldest first
         self._active: Save | None = None  # the save that nested calls plan or finalize
 
     def run(self, save: Save, stock: Callable[[bool], Any], must_track: bool = False) -> Any:
@@ -101,7 +101,7 @@ class Coordinator:
             SaveFailedError: on every rank, unless the user lets training continue.
         """
         save.began = self._now()
-        if reason := self._first_does(Point.BEGIN, partial(self._begin, save)):
+        if reason := self._do_on_first_rank(Point.BEGIN, partial(self._begin, save)):
             self._conclude(exchange=True)
             return self._fail(f"iteration {save.iteration} cannot be saved to {save.folder}:\n  {reason}", [save])
         self._conclude(exchange=False)
@@ -126,9 +126,9 @@ class Coordinator:
         save = self._active
         if save is None:
             return stock(request)
-        save.record.share()
-        request = writers.claimed(request, save, partial(self._finalize, save))
-        with writers.handing_over():
+        save.sidecar.share()
+        request = writers.take_over(request, save, partial(self._finalize, save))
+        with writers.scheduling():
             result = stock(request)
         if request.finalize_fns:
             save.become(State.WRITING)
@@ -138,7 +138,7 @@ class Coordinator:
 
     def poll(self, writers: Writers, stock: Stock) -> Any:
         """Run one `maybe_finalize_async_save` of a training step."""
-        self._publisher.end(wait=False)
+        self._publisher.finish(wait=False)
         return self._polled(writers, stock) if self._at(State.WRITING) else stock()
 
     def drain(self, writers: Writers, poll: Stock, stock: Stock, ending: bool) -> Any:
@@ -149,7 +149,7 @@ class Coordinator:
         Raises:
             SaveFailedError: on every rank, unless the user lets training continue.
         """
-        self._publisher.end(wait=False)
+        self._publisher.finish(wait=False)
         while self._at(State.WRITING) and not writers.are_done():
             self._polled(writers, poll)
             for save in self._at(State.WRITING):
@@ -157,24 +157,26 @@ class Coordinator:
             self._sleep(_POLL_SECONDS if self._at(State.WRITING) else 0)
         if reasons := self._conclude(exchange=True):
             self._fail("; ".join(reasons))
-        with writers.going_home() if ending else contextlib.nullcontext():
+        with writers.ending_writers() if ending else contextlib.nullcontext():
             return stock()
 
-    def index(self, writes: Callable[[Save | None, list[str]], Any]) -> Any:
+    def write_index(self, write: Callable[[Save | None, list[str]], Any]) -> Any:
         """Run the step that writes the index; errors on rank 0 reach all ranks.
 
         Args:
-            writes: runs it for the active save, and appends problems to the list.
+            write: runs it for the active save, and appends problems to the list.
 
         Raises:
             SaveFailedError: on every rank, in a synchronous save. In an asynchronous save no rank raises here, because
                 up to 0.12 all ranks meet right afterwards (`finalize_fn`, strategies/torch.py): `_finalize` reports
                 problems.
         """
-        save, troubles, results = self._active, list[str](), list[Any]()
+        save = self._active
+        problems: list[str] = []
+        results: list[Any] = []
         # Up to 0.12, it raises on rank 0 only if another rank's writer reported an error.
-        problem = attempt(lambda: results.append(writes(save, troubles)))
-        problem = "; ".join(troubles[:3]) or problem
+        problem = attempt(lambda: results.append(write(save, problems)))
+        problem = "; ".join(problems[:3]) or problem
         if save is not None and save.asynchronous:
             save.index_problem = problem
             return results[0] if results else None
@@ -196,20 +198,20 @@ class Coordinator:
         finally:
             self._active = before
 
-    def _first_does(self, point: Point, work: Callable[[], object]) -> str | None:
+    def _do_on_first_rank(self, point: Point, work: Callable[[], object]) -> str | None:
         return self._ranks.agree_on(point, attempt(work) if self._ranks.is_first else None)
 
     def _begin(self, save: Save) -> None:
-        """On rank 0: wait until the previous save is committed, and prepare the folder of this one."""
-        self._publisher.end(wait=True)
-        if problems := [before.problem for before in self._saves if before.problem is not None]:
-            raise CheckpointError("; ".join(problems))
+        """On rank 0: wait until the previous save is published, and prepare the folder of this one."""
+        self._publisher.finish(wait=True)
+        if failures := [before.problem for before in self._saves if before.problem is not None]:
+            raise CheckpointError("; ".join(failures))
         self._publisher.prepare(save)
 
     def _publish_now(self, save: Save, redirected: bool) -> None:
         save.become(State.FINALIZED)
         save.become(State.PUBLISHING)
-        if reason := self._first_does(Point.OUTCOME, partial(self._publisher.publish, save, redirected)):
+        if reason := self._do_on_first_rank(Point.OUTCOME, partial(self._publisher.publish, save, redirected)):
             return self._fail(f"iteration {save.iteration} was not saved:\n  {reason}", [save])
         save.become(State.COMMITTED)
         return self._publisher.announce(save) if self._ranks.is_first else None
@@ -237,7 +239,7 @@ class Coordinator:
         began = self._now()
         problem = None
         with self._activated(save):
-            for step in (step for step in steps if not step.is_own):
+            for step in (step for step in steps if not step.is_of_script):
                 if problem is None:
                     problem = attempt(step.run)
                     problem = save.index_problem if problem is None else problem
@@ -249,20 +251,23 @@ class Coordinator:
         if reason is not None:
             raise _NotFinalizedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
         save.become(State.FINALIZED)
-        script_steps = [step for step in steps if step.is_own]
-        self._publisher.begin(save, script_steps) if self._ranks.is_first else self._publisher.do(save, script_steps)
+        script_steps = [step for step in steps if step.is_of_script]
+        if self._ranks.is_first:
+            self._publisher.begin(save, script_steps)
+        else:
+            self._publisher.run_script_steps(save, script_steps)
         save.become(State.PUBLISHING)
 
     def _conclude(self, exchange: bool) -> list[str]:
-        """Let every rank learn how the commits ended; without `exchange`, assume that they succeeded.
+        """Let every rank learn which saves were published; without `exchange`, assume that all were.
 
         Returns:
-            The reasons of commits that failed.
+            Why saves could not be published.
         """
         reasons = []
         for save in self._at(State.PUBLISHING):
             if exchange and self._ranks.is_first:
-                self._publisher.end(wait=True)
+                self._publisher.finish(wait=True)
             reason = self._ranks.agree_on(Point.OUTCOME, save.problem) if exchange else None
             save.become(State.FAILED if reason else State.COMMITTED)
             self._saves.remove(save)
@@ -307,7 +312,7 @@ class Coordinator:
             self._publisher.clear_away(saves)
         if goes_on:
             return self._log(f"{message}; training goes on, the next checkpoint will be tried as planned")
-        gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
+        gone = [str(save.iteration) for save in saves if save.overwrites and save.is_prepared]
         untouched = "other checkpoints are unchanged"
         if gone:  # set on rank 0 only
             untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"

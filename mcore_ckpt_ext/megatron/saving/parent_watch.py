@@ -10,6 +10,7 @@ Writer processes import this module, so it imports neither torch nor a framework
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -35,8 +36,7 @@ def end_with_parent() -> None:
 
 def end_with_starter() -> None:
     """End this process when the process ends that is its parent in the kernel."""
-    parent = os.getppid()
-    _watch(parent, lambda: os.getppid() == parent)
+    _watch_starter(os.getppid())
 
 
 @contextlib.contextmanager
@@ -51,22 +51,23 @@ def children_end_with_this_process() -> Iterator[None]:
         _forking_for = 0
 
 
-_registered = False
-
-
+@functools.cache
 def _register() -> None:
-    global _registered
-    if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget_after_fork)
-        _registered = True
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_watch_after_fork)
 
 
-def _forget_after_fork() -> None:
+def _watch_after_fork() -> None:
+    """Watch the parent if this process was forked in `children_end_with_this_process`."""
     global _forking_for
     parent = _forking_for
     _forking_for = 0
     if parent:
-        _watch(parent, lambda: os.getppid() == parent)
+        _watch_starter(parent)
+
+
+def _watch_starter(parent: int) -> None:
+    _watch(parent, lambda: os.getppid() == parent)
 
 
 def _watch(pid: int, is_alive: Callable[[], bool]) -> None:

@@ -38,10 +38,10 @@ TRANSITIONS = (
 class Point(Enum):
     """A point at which all ranks meet and exchange their problems."""
 
-    BEGIN = 1  # of `save_checkpoint`: the previous save is committed, and this one has a folder
+    BEGIN = 1  # of `save_checkpoint`: the previous save is published, and this one has a folder
     INDEX = 2  # of a synchronous save: rank 0 has written the index, and every file is there
     FINALIZE = 3  # of an asynchronous save: the same, and each rank has run its finalization functions
-    OUTCOME = 4  # of a commit
+    OUTCOME = 4  # of publishing: does the tracker name it?
     REPORT = 5  # of a failure that stops the job, for each earlier save: has one of its writers failed, too?
 
 
@@ -50,7 +50,7 @@ class Ranks(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that commits saves."""
+        """True on the rank that publishes saves."""
 
     def agree_on(self, point: Point, problem: str | None) -> str | None:
         """Meet all ranks; return the problems of all ranks with their ranks, or None if no rank has one."""
@@ -66,13 +66,13 @@ class Step:
     Attributes:
         run: the function.
         has_barrier: it ends with a barrier, in which the other ranks wait even if it fails on this one.
-        is_own: it belongs to the training script and does not communicate: logging, tracker, deleting older
-            checkpoints.
+        is_of_script: it belongs to Megatron's training script and does not communicate: logging, tracker, deleting
+            older checkpoints.
     """
 
     run: Callable[[], object]
     has_barrier: bool = False
-    is_own: bool = False
+    is_of_script: bool = False
 
 
 Finalize = Callable[[Sequence[Step]], None]
@@ -88,17 +88,17 @@ class Save:
         tracker: the file that names the newest checkpoint of the run.
         tracker_text: the content that the tracker gets.
         asynchronous: training continues while it is written.
-        record: its pending sidecar; the background work for it ends before writers are forked.
+        sidecar: its pending sidecar; the background work for it ends before writers are forked.
         state: see `State`.
         began: the time when it began, in seconds of the coordinator's clock.
         stalled: how long it stopped training, in seconds.
-        has_place: on rank 0, its folder is prepared: an earlier checkpoint there no longer counts as complete.
+        is_prepared: on rank 0, its folder is ready: an earlier checkpoint there no longer counts as complete.
         was_tracked: on rank 0, the tracker named its folder before.
-        writes_over: on rank 0, its folder held a checkpoint.
+        overwrites: on rank 0, its folder held a checkpoint.
         index_problem: the problem with the index of an asynchronous save, on the ranks that found one.
         bytes: the size of all its records, on rank 0.
         report: its writer's report of its own failure.
-        problem: on rank 0, why it could not be committed, until all ranks have been notified.
+        problem: on rank 0, why it could not be published, until all ranks have been notified.
         line: on rank 0, the log line about it.
     """
 
@@ -107,13 +107,13 @@ class Save:
     tracker: Path
     tracker_text: str
     asynchronous: bool
-    record: PendingSidecar
+    sidecar: PendingSidecar
     state: State = State.PLANNED
     began: float = 0.0
     stalled: float = 0.0
-    has_place: bool = False
+    is_prepared: bool = False
     was_tracked: bool = False
-    writes_over: bool = False
+    overwrites: bool = False
     index_problem: str | None = None
     bytes: int = 0
     report: Report = field(default_factory=Report)
@@ -122,7 +122,7 @@ class Save:
 
     @property
     def scratch(self) -> Path:
-        """The path to which Megatron writes its tracker file; ours is replaced atomically after the commit."""
+        """Where Megatron writes its tracker; the real one is replaced atomically once everything is on disk."""
         return self.tracker.with_name(f".{self.tracker.name}.scratch")
 
     def become(self, state: State) -> None:

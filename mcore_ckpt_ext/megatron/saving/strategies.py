@@ -26,9 +26,9 @@ _POLL_SECONDS = 0.1
 # Finalization functions of this module end with a barrier after a step of rank 0: `metadata_finalize_fn` and,
 # since 0.18, `integrity_finalize_fn`.
 _WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
-# Finalization functions of this package do not communicate: `save_checkpoint`, checkpointing.py; read in core_v0.7.0,
-# 0.12.3, 0.16.1 and 0.19.0.
-_OF_TRAINING = "megatron.training"
+# Finalization functions of Megatron's training script do not communicate: `save_checkpoint`, checkpointing.py; read in
+# core_v0.7.0, 0.12.3, 0.16.1 and 0.19.0.
+_SCRIPT = "megatron.training"
 
 
 class MegatronWriters:
@@ -46,11 +46,11 @@ class MegatronWriters:
         self._warn = warn
         self._watches: dict[int, ProcessWatch] = {}
 
-    def claimed(self, request: Any, save: Save, finalize: Finalize) -> Any:
+    def take_over(self, request: Any, save: Save, finalize: Finalize) -> Any:
         """Take over a request: a named tuple, with a list to which Megatron appends nothing more."""
         if request.finalize_fns:
             steps = [
-                Step(function, function.__module__ == _WITH_BARRIER, function.__module__.startswith(_OF_TRAINING))
+                Step(function, function.__module__ == _WITH_BARRIER, function.__module__.startswith(_SCRIPT))
                 for function in request.finalize_fns
             ]
             request.finalize_fns[:] = [partial(finalize, steps)]
@@ -62,7 +62,7 @@ class MegatronWriters:
         return not self._queue().get_num_unfinalized_calls()
 
     @contextlib.contextmanager
-    def handing_over(self) -> Iterator[None]:
+    def scheduling(self) -> Iterator[None]:
         """Restart a persistent writer that died while idle, and do not wait for a dead one.
 
         `PersistentAsyncCaller.schedule_async_call` waits without limit until the writer has copied the tensors (`join`
@@ -78,7 +78,7 @@ class MegatronWriters:
             yield
 
     @contextlib.contextmanager
-    def going_home(self) -> Iterator[None]:
+    def ending_writers(self) -> Iterator[None]:
         """Do not wait for a persistent writer that has died, or dies meanwhile.
 
         `PersistentAsyncCaller.close` waits without limit for an answer to its last request.
@@ -154,7 +154,8 @@ class MegatronWriters:
             return None
         watch = self._watches.get(process.pid)
         if watch is None or watch.process is not process:
-            rank, stays = dist.get_rank(), any(hasattr(caller, name) for name in ("comp_q", "_persistent_comp_q"))
+            rank = dist.get_rank()
+            stays = any(hasattr(caller, name) for name in ("comp_q", "_persistent_comp_q"))
             watch = ProcessWatch(process, stays, lambda message: self._warn(f"rank {rank}: {message}"))
             self._watches[process.pid] = watch
         return watch

@@ -71,20 +71,22 @@ def _expected(metadata: Metadata) -> Iterator[MetadataIndex]:
 
 
 @contextlib.contextmanager
-def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: list[str]) -> Iterator[None]:
+def collecting_index_problems(
+    storage_writer: Any, inspect: Callable[[Any], list[str]], problems: list[str]
+) -> Iterator[None]:
     """Within this context, the step that writes the index never raises on one rank while others wait.
 
     Args:
         storage_writer: the storage writer of this save.
-        judge: returns the problems on disk, by the index that has just been written; called on rank 0.
-        troubles: receives the errors of writing the index and the problems on disk.
+        inspect: returns the problems on disk, by the index that has just been written; called on rank 0.
+        problems: receives the errors of writing the index and the problems on disk.
     """
     finish = storage_writer.finish
     retrieve = storage_writer.retrieve_write_results
 
     def guarded_finish(metadata: Any, results: Any) -> None:
-        trouble = attempt(partial(finish, metadata, results))
-        troubles.extend(judge(_with_records(metadata, results)) if trouble is None else [trouble])
+        problem = attempt(partial(finish, metadata, results))
+        problems.extend(inspect(_with_records(metadata, results)) if problem is None else [problem])
 
     def guarded_retrieve() -> Any:
         try:

@@ -117,7 +117,8 @@ class DcpStorageAdapter(ABC):
     @contextmanager
     def _open(self, scope: Scope) -> Iterator[None]:
         """Let Megatron's loader read this checkpoint within this scope."""
-        original, checkpointing = scope["_load_base_checkpoint"], import_module(_TORCH)
+        original = scope["_load_base_checkpoint"]
+        checkpointing = import_module(_TORCH)
         load_state_dict = checkpointing.load_state_dict
 
         def load_base_checkpoint(*positional: Any, rank0: bool = False, **keywords: Any) -> Any:

@@ -38,7 +38,7 @@ from mcore_ckpt_ext.planning.plan import TargetSlice, make_plan
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 # `check_checkpoint_args` compares these; they follow from the tensor and pipeline parallel size.
-_FOLLOWS_LAYOUT = (
+_LAYOUT_ARGUMENTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "padded_vocab_size",
@@ -57,7 +57,7 @@ def presented(
 
     Args:
         scope: the globals of Megatron's checkpointing module.
-        session: the load.
+        session: the folder to load.
         chunks: the unwrapped model chunks.
         opened: opens the checkpoint, given the names of the live model over all ranks; by default the session's.
 
@@ -118,7 +118,7 @@ def _rank_state(
         check_names(checkpoint, set(map(spell, live)))
         # A Hugging Face folder has no arguments: this job's arguments have been compared with its config.json.
         written = Namespace(**(vars(arguments) if checkpoint.format_reader.is_model_folder else checkpoint.args))
-        vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
+        vars(written).update({name: getattr(arguments, name) for name in _LAYOUT_ARGUMENTS if hasattr(arguments, name)})
         described = live_parameters(chunks, spell)
         states = checkpoint.extra_states()
         models, extras = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)

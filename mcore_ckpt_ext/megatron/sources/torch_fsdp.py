@@ -31,7 +31,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 # `check_checkpoint_args` compares these; such a job has only one layout, which determines them.
-_OF_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")
+_LAYOUT_ARGUMENTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")
 _OPTIMIZER = "optimizer"
 
 
@@ -63,7 +63,7 @@ class TorchFsdpAdapter(DcpStorageAdapter):
         state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), megatron_version())
         self._common = {key: value for key, value in state.common.items() if key in COMMON_KEYS}
         self.arguments = self._common["args"]
-        vars(self.arguments).update({name: getattr(arguments, name) for name in _OF_LAYOUT})
+        vars(self.arguments).update({name: getattr(arguments, name) for name in _LAYOUT_ARGUMENTS})
         self._groups = self._names_by_group()
         self._places = self._kept()
 

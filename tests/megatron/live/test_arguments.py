@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.megatron.live.arguments import OF_BUFFERS, chunks_of
+from mcore_ckpt_ext.megatron.live.arguments import BUFFER_ARGUMENTS, chunks_of
 
 
 def test_the_fields_of_gradient_buffers_are_megatrons() -> None:
     config = pytest.importorskip("megatron.core.distributed.distributed_data_parallel_config")
-    missing = OF_BUFFERS.keys() - {field.name for field in fields(config.DistributedDataParallelConfig)}
+    missing = BUFFER_ARGUMENTS.keys() - {field.name for field in fields(config.DistributedDataParallelConfig)}
     # Up to 0.17 the loop makes a bucket size of the number of buckets (megatron/training/training.py, get_model).
     assert missing <= {"num_buckets"}
-    assert "bucket_size" in OF_BUFFERS
-    assert OF_BUFFERS["num_buckets"] == "ddp_num_buckets"
+    assert "bucket_size" in BUFFER_ARGUMENTS
+    assert BUFFER_ARGUMENTS["num_buckets"] == "ddp_num_buckets"
 
 
 def test_the_chunks_of_a_chain_of_optimizers() -> None:

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.megatron.live import job_ranks
 from mcore_ckpt_ext.megatron.live.job_ranks import perform
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who, agreements
 from mcore_ckpt_ext.megatron.live.planning import PREPARING
-from mcore_ckpt_ext.megatron.load_phases import MEGATRON
+from mcore_ckpt_ext.megatron.load_phases import ALL_PHASES
 
 
 def noted(word: str) -> Any:
@@ -86,8 +86,8 @@ def test_a_refusal_states_the_phase_and_its_consequence() -> None:
 
 
 def test_only_the_last_phases_of_a_resume_write() -> None:
-    names = [one.name for one in MEGATRON]
-    assert [one.writes for one in MEGATRON] == [False] * (len(MEGATRON) - 1) + [True]
+    names = [one.name for one in ALL_PHASES]
+    assert [one.writes for one in ALL_PHASES] == [False] * (len(ALL_PHASES) - 1) + [True]
     in_order = ["planning the resume", "loading the weights", "writing the optimizer"]
     assert sorted(in_order, key=names.index) == in_order
-    assert set(PREPARING) <= set(MEGATRON)
+    assert set(PREPARING) <= set(ALL_PHASES)

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_ckpt_ext.errors import SaveFailedError
 from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.megatron.saving.committer import Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator, WriterLostError
+from mcore_ckpt_ext.megatron.saving.publisher import Publisher
 from mcore_ckpt_ext.megatron.saving.save import Finalize, Point, Save, State, Step
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -211,18 +211,18 @@ class Rank:
 
     # The writers, as the coordinator sees them.
 
-    def claimed(self, request: Request, save: Save, finalize: Finalize) -> Request:
+    def take_over(self, request: Request, save: Save, finalize: Finalize) -> Request:
         if request.finalize_fns:
             index, step, config, own = request.finalize_fns
-            steps = [Step(index), Step(step), Step(config, has_barrier=True), Step(own, is_own=True)]
+            steps = [Step(index), Step(step), Step(config, has_barrier=True), Step(own, is_of_script=True)]
             request.finalize_fns[:] = [lambda: finalize(steps)]
         return request
 
     @contextlib.contextmanager
-    def handing_over(self) -> Iterator[None]:
+    def scheduling(self) -> Iterator[None]:
         yield
 
-    going_home = handing_over
+    ending_writers = scheduling
 
     def are_done(self) -> bool:
         return not self.queue
@@ -255,7 +255,7 @@ class Rank:
         except (SaveFailedError, Stuck) as error:
             self.raised = error
         finally:
-            publisher.end(wait=True)  # as the interpreter does, when it ends
+            publisher.finish(wait=True)  # as the interpreter does, when it ends
             self.job.meeting.leave(self.number)
 
     def save(self, order: Order) -> None:
@@ -268,7 +268,7 @@ class Rank:
             tracker,
             text,
             order.asynchronous,
-            record=PendingSidecar(lambda: None, lambda saved: "{}"),
+            sidecar=PendingSidecar(lambda: None, lambda saved: "{}"),
         )
         self.saves.append(save)
         self.publishing = order.publishing
@@ -326,7 +326,7 @@ class Rank:
     def index_step(self, order: Order) -> Callable[[], Any]:
         folder = self.job.folder_of(order.iteration)
 
-        def writes(save: Save | None, troubles: list[str]) -> None:
+        def writes(save: Save | None, problems: list[str]) -> None:
             results = self.meet("results", order.has("result", self.number))
             if any(results):
                 if self.job.is_old and not self.is_first:
@@ -335,16 +335,16 @@ class Rank:
                 failures: Any = {results.index(True): (OSError("worker failure"), None)}
                 raise CheckpointException("writing", failures if self.is_first else {})
             if self.is_first and order.has("index"):
-                troubles.append("OSError: no space left")
+                problems.append("OSError: no space left")
             elif self.is_first:
                 (folder / ".metadata").write_text(self.job.mark(order))
                 files = [folder / f"__{rank}_0.distcp" for rank in range(self.job.ranks)]
-                troubles += [f"{path.name}: it does not exist" for path in files if not path.is_file()]
+                problems += [f"{path.name}: it does not exist" for path in files if not path.is_file()]
             if not self.job.is_old:
                 self.meet("the index is written")
 
         def step() -> None:
-            self.coordinator.index(writes)
+            self.coordinator.write_index(writes)
             if self.job.is_old and order.asynchronous:
                 self.meet("Megatron's barrier")
 

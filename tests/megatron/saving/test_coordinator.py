@@ -16,8 +16,8 @@ from hypothesis import strategies as some
 from mcore_ckpt_ext.errors import SaveFailedError
 from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.megatron.saving.committer import Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator
+from mcore_ckpt_ext.megatron.saving.publisher import Publisher
 from mcore_ckpt_ext.megatron.saving.save import TRANSITIONS, Point, Save, State
 from tests.megatron.saving.simulated import (
     FAULTS,
@@ -41,7 +41,7 @@ LIVES = [
 
 def save_of(run: Path) -> Save:
     return Save(
-        2, run / "iter_0000002", run / TRACKER, "2", True, record=PendingSidecar(lambda: None, lambda saved: "")
+        2, run / "iter_0000002", run / TRACKER, "2", True, sidecar=PendingSidecar(lambda: None, lambda saved: "")
     )
 
 
@@ -310,7 +310,7 @@ def test_a_synchronous_save_says_why_its_writer_failed(tmp_path: Path) -> None:
     publisher = Publisher(Disk(), begin, lambda: 0.0, lambda line: None, lambda line: None)
     coordinator = Coordinator(OneRank(), publisher, lambda line: None, lambda: False)
 
-    def fail(save: Save | None, troubles: list[str]) -> None:
+    def fail(save: Save | None, problems: list[str]) -> None:
         logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").error(
             "Local worker 0 encountered an error: [Errno 28] No space left on device"
         )
@@ -319,6 +319,6 @@ def test_a_synchronous_save_says_why_its_writer_failed(tmp_path: Path) -> None:
     save = save_of(tmp_path)
     save.asynchronous = False
     with pytest.raises(SaveFailedError, match="No space left on device"):
-        coordinator.run(save, lambda redirected: coordinator.index(fail))
+        coordinator.run(save, lambda redirected: coordinator.write_index(fail))
     assert save.state is State.FAILED
     assert save.report.read() == ""

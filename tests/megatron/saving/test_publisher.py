@@ -10,8 +10,8 @@ import pytest
 
 from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.megatron.saving.committer import Grace, Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator
+from mcore_ckpt_ext.megatron.saving.publisher import Grace, Publisher
 from mcore_ckpt_ext.megatron.saving.ranks import JobRanks
 from mcore_ckpt_ext.megatron.saving.save import Save, Step
 from mcore_ckpt_ext.patching.singletons import PROCESS
@@ -21,7 +21,7 @@ def save_of(run: Path, iteration: int) -> Save:
     folder = run / f"iter_{iteration:07d}"
     tracker = run / "latest_checkpointed_iteration.txt"
     return Save(
-        iteration, folder, tracker, str(iteration), True, record=PendingSidecar(lambda: None, lambda record: "{}")
+        iteration, folder, tracker, str(iteration), True, sidecar=PendingSidecar(lambda: None, lambda record: "{}")
     )
 
 
@@ -35,7 +35,7 @@ class Run:
         self.publisher = Publisher(Disk(), lambda work: self.outcome, lambda: 0.0, self.said.append, self.said.append)
         self.save = save_of(run, 2)
         self.save.line = "iteration 2 is complete"
-        self.publisher.begin(self.save, [Step(lambda: self.own.append("deleted"), is_own=True)])
+        self.publisher.begin(self.save, [Step(lambda: self.own.append("deleted"), is_of_script=True)])
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Run:
 def test_the_next_one_waits_for_it_and_learns_that_it_failed(tmp_path: Path, run: Run) -> None:
     run.publisher.prepare(run.save)
     Timer(0.2, run.outcome.set_result, ["no space left"]).start()
-    run.publisher.end(wait=True)
+    run.publisher.finish(wait=True)
     assert run.save.problem == "iteration 2 was not saved: no space left"
     assert (run.said, run.own) == ([], [])
     assert list(tmp_path.iterdir()) == []
@@ -54,16 +54,16 @@ def test_the_next_one_waits_for_it_and_learns_that_it_failed(tmp_path: Path, run
 
 def test_waiting_for_the_end_runs_the_callbacks_of_the_script(run: Run) -> None:
     Timer(0.2, run.outcome.set_result, [None]).start()
-    run.publisher.end(wait=True)
+    run.publisher.finish(wait=True)
     assert (run.save.problem, run.said, run.own) == (None, ["iteration 2 is complete"], ["deleted"])
 
 
 def test_training_does_not_wait_for_it(run: Run) -> None:
-    run.publisher.end(wait=False)
+    run.publisher.finish(wait=False)
     assert run.said == []
     run.outcome.set_result(None)
-    run.publisher.end(wait=False)
-    run.publisher.end(wait=False)
+    run.publisher.finish(wait=False)
+    run.publisher.finish(wait=False)
     assert run.said == ["iteration 2 is complete"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from mcore_ckpt_ext.megatron.saving.validation import judged, problems_on_disk, stored_bytes
+from mcore_ckpt_ext.megatron.saving.validation import collecting_index_problems, problems_on_disk, stored_bytes
 
 
 class Writer(FileSystemWriter):
@@ -41,29 +41,29 @@ class InPlaceWriter(Writer):
 
 @pytest.mark.parametrize("make", [Writer, CopyingWriter, InPlaceWriter])
 def test_an_index_is_judged_with_the_records_of_all_writers(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    sizes, troubles = list[int](), list[str]()
+    sizes, problems = list[int](), list[str]()
 
     def judge(metadata: Any) -> list[str]:
         sizes.append(stored_bytes(metadata))
         return list(problems_on_disk(metadata, tmp_path))
 
     writer = make(tmp_path)
-    with judged(writer, judge, troubles):
+    with collecting_index_problems(writer, judge, problems):
         save({"weight": torch.arange(8.0), "state": "x"}, storage_writer=writer)
-    assert troubles == []
+    assert problems == []
     assert sizes == [sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))]
 
 
 @pytest.mark.parametrize("make", [CopyingWriter, InPlaceWriter])
-def test_a_record_that_no_writer_reports_is_a_trouble(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    writer, troubles = make(tmp_path), list[str]()
+def test_a_record_that_no_writer_reports_is_a_problem(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    writer, problems = make(tmp_path), list[str]()
     write = writer.write_data
 
     def without_the_last(plan: Any, planner: Any) -> Any:
         return write(plan, planner).then(lambda future: future.value()[:-1])
 
     writer.write_data = without_the_last
-    with judged(writer, lambda metadata: list(problems_on_disk(metadata, tmp_path)), troubles):
+    with collecting_index_problems(writer, lambda metadata: list(problems_on_disk(metadata, tmp_path)), problems):
         save({"weight": torch.arange(8.0), "bias": torch.zeros(2)}, storage_writer=writer)
-    (trouble,) = troubles
-    assert trouble.startswith("1 of 2 records were not written by any rank, first ")
+    (problem,) = problems
+    assert problem.startswith("1 of 2 records were not written by any rank, first ")

@@ -7,7 +7,7 @@ from argparse import Namespace
 import megatron.core
 import pytest
 
-from mcore_ckpt_ext.megatron.presentation import changes_of, folder_to_present
+from mcore_ckpt_ext.megatron.presentation import reasons_to_present, session_to_present
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from tests.harness.checkpoints import fixture_named
 
@@ -21,10 +21,10 @@ def test_a_folder_without_the_file_of_the_common_state(
     """0.19.0 wrote p10; earlier releases require `common.pt`, which p01 has."""
     monkeypatch.setattr(megatron.core, "__version__", running)
     later, earlier = fixture_named("p10").run, fixture_named("p01").run
-    found = folder_to_present(str(later), ARGUMENTS)
+    found = session_to_present(str(later), ARGUMENTS)
     assert (found is not None) == is_presented
-    assert folder_to_present(str(earlier), ARGUMENTS) is None
+    assert session_to_present(str(earlier), ARGUMENTS) is None
     if found is not None:
-        assert changes_of(found, ARGUMENTS, megatron_version()) == [
+        assert reasons_to_present(found, ARGUMENTS, megatron_version()) == [
             "the format torch_dist, written by Megatron 0.19 or later"
         ]

@@ -38,6 +38,11 @@ class Chain:
     whole: Sequence[tuple[Any, Any]]
     unknown: Sequence[Any]
 
+    @property
+    def supported(self) -> Sequence[Any]:
+        """The optimizers that this package supports."""
+        return (*self.distributed, *(optimizer for optimizer, _ in self.whole))
+
     @classmethod
     def of(cls, optimizer: Any) -> Chain:
         """Return the members of an optimizer that may be a (nested) chain.
@@ -162,7 +167,9 @@ def any_keeps_remainders(optimizer: Any) -> bool:
     return any(map(keeps_remainders, Chain.of(optimizer).distributed))
 
 
-def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]) -> list[str]:
+def differing_arguments(
+    chain: Chain, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]
+) -> list[str]:
     """Return the optimizer arguments that differ from the checkpoint's; Megatron does not check them.
 
     torch's loader copies numbers into any tensor that is requested: int16 remainders into fp32 masters, or masters

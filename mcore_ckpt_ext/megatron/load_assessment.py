@@ -24,7 +24,7 @@ from mcore_ckpt_ext.megatron.live.sidecar_writer import recorded_groups
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
-from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
+from mcore_ckpt_ext.megatron.random_states import grid_may_differ, random_states_are_lacking, random_states_are_too_few
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.optimizers.table import may_be_shifted, shows_names
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
@@ -64,7 +64,7 @@ def assess(
     """Assess a checkpoint for a job of Megatron's own loop, live or simulated.
 
     Args:
-        session: the load.
+        session: the folder to load.
         job: the job.
         common: see `facts_of`.
         lacks_states: returns True if the checkpoint lacks random states that the job requests, given the arguments of
@@ -80,7 +80,7 @@ def assess(
     decision = decision_on(facts)
     if decision is None:
         return None
-    lacking = are_too_few(facts.written, facts.running) or lacks_states(facts.written)
+    lacking = random_states_are_too_few(facts.written, facts.running) or lacks_states(facts.written)
     return LoadAssessment(session.folder, replace(decision, omits_random_states=lacking), is_presented=common is None)
 
 
@@ -145,7 +145,7 @@ def assess_live(
     Args:
         scope: the globals of Megatron's checkpointing module.
         call: the arguments of `load_checkpoint`.
-        session: the load.
+        session: the folder to load.
         directory: the run folder.
         is_presented: True if `sources.legacy_state_dict` presents the checkpoint to Megatron.
         has_new_tokens: True if the job has tokens without a row in the checkpoint.
@@ -153,7 +153,8 @@ def assess_live(
     Returns:
         The assessment; None if there is no optimizer state that this package could fill.
     """
-    arguments, optimizer = scope["get_args"](), call["optimizer"]
+    arguments = scope["get_args"]()
+    optimizer = call["optimizer"]
     children = len(getattr(optimizer, "chained_optimizers", [None]))
     job = RunningJob(Chain.of(optimizer), children, arguments, megatron_version(), has_new_tokens)
     if is_presented:
@@ -184,13 +185,13 @@ def _common_state(scope: Scope, call: Mapping[str, Any], directory: str | None, 
 
 def lacks_random_states(session: LoadSession, arguments: Any, written: JobArguments | None = None) -> bool:
     """Return True if a torch_dist checkpoint has another grid of random states; only rank 0 reads it."""
-    if not may_differ(arguments) or not is_first_rank():
+    if not grid_may_differ(arguments) or not is_first_rank():
         return False
     checkpoint = session.checkpoint
     if checkpoint.format_reader.index is None:
         return False
     settings = (written or checkpoint.arguments).raw
-    return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), settings)
+    return random_states_are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), settings)
 
 
 def refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | None) -> None:
@@ -202,25 +203,23 @@ def refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | 
         ResumeRefusedError: on every rank, if the checkpoint names another kind of optimizer than the running job.
     """
     arguments = scope["get_args"]()
+
+    def compare() -> None:
+        try:
+            common, name, release, _ = _call_megatron(scope, call, directory)
+        except (Exception, CheckpointException):  # noqa: BLE001 - stock Megatron meets it again and reports it
+            return
+        if common is None or release or "args" not in common:
+            return
+        written = JobArguments.of(vars(common["args"]))
+        check_optimizer_was_saved(written, str(name))
+        running_kind = kind_named(vars(arguments))
+        if is_another_kind(written, running_kind):
+            stored_kind = kind_named(written.raw)
+            raise another_kind_of_optimizer(f"--optimizer {stored_kind}", f"--optimizer {running_kind}", str(name))
+
     if arguments.ckpt_format == TORCH_DIST:
-        agreed(_PHASE, lambda: _refuse_another_kind(scope, call, directory))
-
-
-def _refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | None) -> None:
-    arguments = scope["get_args"]()
-    try:
-        common, name, release, _ = _call_megatron(scope, call, directory)
-    except (Exception, CheckpointException):  # noqa: BLE001 - stock Megatron meets it again and reports it
-        return
-    if common is None or release or "args" not in common:
-        return
-    written = JobArguments.of(vars(common["args"]))
-    check_optimizer_was_saved(written, str(name))
-    if is_another_kind(written, kind_named(vars(arguments))):
-        stored_kind, running_kind = (
-            f"--optimizer {kind_named(settings)}" for settings in (written.raw, vars(arguments))
-        )
-        raise another_kind_of_optimizer(stored_kind, running_kind, str(name))
+        agreed(_PHASE, compare)
 
 
 def _call_megatron(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:

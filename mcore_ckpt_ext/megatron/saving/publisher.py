@@ -38,15 +38,15 @@ class Grace:
 
 @dataclass(frozen=True)
 class _Running:
-    """The save that is being committed in the background."""
+    """The save that is being published in the background."""
 
     save: Save
-    own: Sequence[Step]
+    script_steps: Sequence[Step]
     problem: Future[str | None]
 
 
 class Publisher:
-    """Commits one save at a time, on rank 0; on other ranks it never has one.
+    """Publishes one save at a time, on rank 0; on other ranks it never has one.
 
     Args:
         disk: the disk that holds the run.
@@ -54,7 +54,7 @@ class Publisher:
         now: returns the time in seconds.
         log: logs a line.
         warn: logs a line from every rank.
-        follow: begins work that depends on a committed save, in the background.
+        follow: begins work that depends on a published save, in the background.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Publisher:
     def prepare(self, save: Save) -> None:
         """Prepare the folder of a save. Raises OSError if writing fails."""
         save.was_tracked = self._disk.is_tracked(save.folder, save.tracker)
-        save.writes_over = self._disk.is_whole(save.folder)
+        save.overwrites = self._disk.is_whole(save.folder)
         if save.was_tracked:
             self._disk.remove(save.scratch)  # Megatron would read a killed job's scratch file as the former tracker
         self._disk.prepare(save.folder, save.tracker)
-        save.has_place = True
+        save.is_prepared = True
 
     def publish(self, save: Save, tracker: bool = True) -> None:
         """Flush all files, write the sidecar, and let the tracker name the checkpoint.
@@ -93,38 +93,42 @@ class Publisher:
         taken = self._now() - save.began
         background = max(0.0, taken - save.stalled) if save.asynchronous else 0.0
         took = SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4))
-        self._disk.publish(save.folder, save.record.text(took), save.tracker if tracker else None, save.tracker_text)
+        self._disk.publish(save.folder, save.sidecar.text(took), save.tracker if tracker else None, save.tracker_text)
         save.line = (
             f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
             f"training stalled {took.seconds_stalled:.2f} s, {took.seconds_in_background:.2f} s in the background"
             f"{PROCESS.one(Grace).hint(taken)}"
         )
 
-    def begin(self, save: Save, own: Sequence[Step]) -> None:
-        """Commit while training continues; the training script's own functions run at the end."""
-        self.end(wait=True)
+    def begin(self, save: Save, script_steps: Sequence[Step]) -> None:
+        """Publish while training continues; the steps of the training script follow in `finish`."""
+        self.finish(wait=True)
         if not save.was_tracked:
             # Megatron reads the former tracker to decide which checkpoint to delete; if it named this save, none would
             # be deleted.
             self._disk.copy(save.tracker, save.scratch)
-        self._running = _Running(save, own, self._start(partial(attempt, partial(self.publish, save))))
+        self._running = _Running(save, script_steps, self._start(partial(attempt, partial(self.publish, save))))
 
-    def end(self, wait: bool) -> None:
-        """Report a commit that has ended and run the functions that follow; `wait` for its end if set."""
+    def finish(self, wait: bool) -> None:
+        """Report a save that has been published in the background, and run its steps.
+
+        Args:
+            wait: wait until it has been published; otherwise do nothing before.
+        """
         running = self._running
         if running is None or not (wait or running.problem.done()):
             return None
         self._running = None
         if (problem := running.problem.result()) is not None:
-            gone = "; the iteration that was there before is lost" if running.save.writes_over else ""
+            gone = "; the iteration that was there before is lost" if running.save.overwrites else ""
             running.save.problem = f"iteration {running.save.iteration} was not saved: {problem}{gone}"
             return self.clear_away([running.save])
-        self.do(running.save, running.own)
+        self.run_script_steps(running.save, running.script_steps)
         return self.announce(running.save)
 
-    def do(self, save: Save, own: Sequence[Step]) -> None:
-        """Run the training script's own functions after a save."""
-        for step in own:
+    def run_script_steps(self, save: Save, steps: Sequence[Step]) -> None:
+        """Run the steps of the training script; a failure is only logged, since the checkpoint is complete."""
+        for step in steps:
             if (failure := attempt(step.run)) is not None:
                 self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
@@ -137,7 +141,7 @@ class Publisher:
 
     def clear_away(self, saves: Sequence[Save]) -> None:
         """Remove what failed saves have left; a save without a prepared folder has left nothing."""
-        placed = [save for save in saves if save.has_place]
+        placed = [save for save in saves if save.is_prepared]
         self._disk.discard([save.folder for save in placed if not self._disk.is_tracked(save.folder, save.tracker)])
         for save in saves:
             self._disk.remove(save.scratch)
