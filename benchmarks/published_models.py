@@ -12,6 +12,8 @@ from typing import Any
 Row = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 _CLASSIC = re.compile(r"GPT[- ](?!OSS)|Megatron-LM CI gpt")
+# Their recipes set `cross_entropy_fusion_impl` to "native" (megatron/bridge/recipes/nemotronh/h100/nemotron_3_nano.py).
+_WITH_NATIVE_LOSS = ("Nemotron-3.5-Lightning 16xH100 CP2", "Nemotron-3.5-Lightning SFT")
 
 
 def arguments_of(row: Row) -> dict[str, Any]:
@@ -51,12 +53,15 @@ def arguments_of(row: Row) -> dict[str, Any]:
 
 
 def _loss_of(row: Row, notes: str) -> dict[str, Any]:
-    """Return the implementation of the loss: as stated; ms-swift's scripts set `--cross_entropy_loss_fusion true`."""
-    is_fused = "TE fused cross-entropy" in notes or row["series"] == "ms-swift"
-    return {
-        "cross_entropy_loss_fusion": is_fused,
-        "cross_entropy_fusion_impl": "te" if "TE fused" in notes else "native",
-    }
+    """Return the implementation of the loss: as stated, or as the row's script or recipe sets it.
+
+    ms-swift's scripts set `--cross_entropy_loss_fusion true`. Where nothing is known the loss counts as not fused,
+    which needs as much as Transformer Engine's, the loss of Megatron-Bridge's benchmarks (`_benchmark_common`,
+    megatron/bridge/perf_recipes/_common.py).
+    """
+    is_te = "TE fused cross-entropy" in notes
+    is_native = row["series"] == "ms-swift" or row["name"].startswith(_WITH_NATIVE_LOSS)
+    return {"cross_entropy_loss_fusion": is_te or is_native, "cross_entropy_fusion_impl": "te" if is_te else "native"}
 
 
 def _recipe_of(precision: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, format_value
 from mcore_ckpt_ext.families.forward_pass import classified
+from mcore_ckpt_ext.job.arguments.flag_words import stored_as
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, format_untrusted, invalid_values
@@ -34,11 +35,14 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
         "mhc",
     ),
     "cross_entropy_fusion_impl": ("native", "te"),
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    "weight_decay_incr_style": ("constant", "linear", "cosine"),
 }
-"""The words that an argument of the estimate of memory may have, or each item of its list.
+"""The words that an argument of the estimate of memory or of a rehearsal may have, or each item of its list.
 
-Sources: `AttnBackend` (megatron/core/transformer/enums.py), `TransformerConfig` (transformer_config.py) and
-`ModelParallelConfig`, core_v0.16.1, 0.19.2 and the development head of August 2026.
+Sources: `AttnBackend` (megatron/core/transformer/enums.py), `TransformerConfig` (transformer_config.py),
+`ModelParallelConfig` and the parser (megatron/training/arguments.py), core_v0.16.1, 0.19.2 and the development head of
+August 2026.
 """
 
 
@@ -61,6 +65,14 @@ def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
     Raises:
         UsageError: names the first one, and a similar one that Megatron has, or what its value may be.
     """
+    for name in sorted(passed):
+        if stored := stored_as(name):
+            raise UsageError(
+                "Megatron stores this argument under another name",
+                found=name,
+                expected=stored,
+                hint=f"write {stored if '=' in stored else f'{stored}={passed[name]}'}",
+            )
     for name in sorted(passed.keys() - classified(passed)):
         similar = get_close_matches(name, ROWS, n=1)
         raise UsageError(

@@ -39,6 +39,12 @@ class Memory:
         step: copies of gradients or moments in fp32, made in the optimizer's step; an estimate.
         context: the CUDA context and NCCL's buffers; a constant.
         received: what pipeline stages keep of the last micro batch between two steps; see `StageActivations`.
+        loading: copies that Megatron makes while it loads a checkpoint, of all weights that are stored in bands: after
+            all of them are read, it joins gate and up projection, and the state dict holds the results until the model
+            has taken them (`apply_swiglu_sharded_factory`, megatron/core/transformer/mlp.py, and
+            `apply_factory_merges`, dist_checkpointing/mapping.py). They do not count as needed: where there is no
+            room, they are made on the host (`sh_ten_merge_fn`, core_v0.16.1; `cat_with_oom_fallback`,
+            transformer/utils.py, core_v0.19.2).
     """
 
     weights: int
@@ -51,6 +57,7 @@ class Memory:
     step: int = 0
     context: int = 0
     received: int = 0
+    loading: int = 0
 
     @property
     def static(self) -> int:
@@ -58,9 +65,14 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
     @property
-    def allocated(self) -> int:
-        """The peak of what torch allocates: in the loss, a layer's backward pass, or the optimizer's step."""
+    def needed(self) -> int:
+        """The peak of training: in the loss, a layer's backward pass, or the optimizer's step."""
         return self.static + max(self.activations + max(self.backward, self.loss), self.received + self.step)
+
+    @property
+    def allocated(self) -> int:
+        """The peak of what torch allocates, in training or, if there is room, while a checkpoint is loaded."""
+        return max(self.needed, self.static + self.loading)
 
     @property
     def reserved(self) -> int:
@@ -69,8 +81,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All memory on the GPU."""
-        return self.allocated + self.context
+        """All memory on the GPU that training needs."""
+        return self.needed + self.context
 
 
 class Sharding(Enum):
@@ -145,6 +157,7 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
     layers = choice.split.largest if choice.split else 1
     # Megatron-FSDP gathers a layer while the next one is in use.
     temporary = 2 * gathered // max(layers, 1)
+    loading = sum(holding.joined_weights for holding, _ in shares) if not gathered else 0
     step = buffers.step_bytes * sum(steps) + buffers.step_bytes_in_turn * max(steps, default=0)
     return Memory(
         weights,
@@ -157,6 +170,7 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
         step=round(step * (1 - buffers.offloaded)),
         context=context_of(layout),
         received=activations.received,
+        loading=loading,
     )
 
 

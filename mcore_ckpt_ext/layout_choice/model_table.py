@@ -72,6 +72,7 @@ class Holding:
         shared_stored: bytes of optimizer state in the checkpoint that data-parallel ranks share.
         whole_stored: bytes of optimizer state in the checkpoint that every rank reads.
         stored_weights: bytes of the weights in the checkpoint.
+        joined_weights: bytes of trained weights that a checkpoint stores in bands, such as gate and up projection.
     """
 
     elements: int = 0
@@ -83,6 +84,7 @@ class Holding:
     shared_stored: int = 0
     whole_stored: int = 0
     stored_weights: int = 0
+    joined_weights: int = 0
 
     def bytes_read(self, ranks: int, readers: int = 1) -> int:
         """Return the bytes that ranks of a stage read in a resume.
@@ -287,6 +289,7 @@ class ModelTable:
             np.where(shared, elements * columns["stored_bytes"], 0),
             np.where(shared, 0, elements * columns["stored_bytes"]),
             elements * columns["read_weight_bytes"],
+            elements * columns["weight_bytes"] * trained * columns["has_bands"],
         )
         totals = np.stack([by_place(value) for value in values], axis=1)
         start = np.zeros((1, len(values)), dtype=np.int64)
@@ -312,6 +315,7 @@ class ModelTable:
             "matrix_columns": column(
                 tensor.shape[1] if len(tensor.shape) == 2 and not tensor.is_vocabulary else 0 for tensor in all_of
             ),
+            "has_bands": column(tensor.cut is not None and tensor.cut.bands > 1 for tensor in all_of),
             "expert": column(-1 if tensor.expert is None else tensor.expert for tensor in all_of),
             "place": column(tensor.place for tensor in all_of),
             "weight_bytes": column(tensor.weight_bytes for tensor in all_of),

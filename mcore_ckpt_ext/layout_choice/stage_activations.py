@@ -168,12 +168,12 @@ def _loss_bytes(job: JobArguments) -> tuple[int, int]:
     Logits in bf16 are cast to fp32, and the softmax of the loss replaces the copy in place: 2 + 4
     (`_VocabParallelCrossEntropy`, megatron/core/tensor_parallel/cross_entropy.py, core_v0.7.0 to 0.19.2). With
     `--cross-entropy-loss-fusion` the compiled gradient is a second tensor in fp32, and a third one in bf16: 4 + 4 + 2
-    (`calculate_gradients`, fusions/fused_cross_entropy.py). Transformer Engine's loss keeps the logits, and makes a
-    gradient of their size: 2 + 2 (`CrossEntropyFunction`, transformer_engine/pytorch/cross_entropy.py).
+    (`calculate_gradients`, fusions/fused_cross_entropy.py). Transformer Engine's loss computes the gradient in the
+    forward pass, next to the logits, and keeps it in fp32 since release 2.18: 2 + 4 (`cross_entropy_forward`,
+    transformer_engine/pytorch/triton/cross_entropy.py; up to 2.17 in place of the logits, with less memory).
     """
-    if not job.raw.get("cross_entropy_loss_fusion"):
-        return 4, 6
-    return (2, 4) if job.raw.get("cross_entropy_fusion_impl") == "te" else (4, 10)
+    is_native = job.raw.get("cross_entropy_loss_fusion") and job.raw.get("cross_entropy_fusion_impl") != "te"
+    return (4, 10) if is_native else (4, 6)
 
 
 def _shares_of(choice: Choice) -> Shares:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 _COMPARED = {
@@ -39,11 +40,48 @@ class SimulatedScheduler:
         if settings.get("override_opt_param_scheduler") or settings.get("use_checkpoint_opt_param_scheduler"):
             return
         for name, (key, label) in _COMPARED.items():
-            live = self._decay(name) if name in _DECAYS else settings.get(name)
+            live = _decay(settings, name) if name in _DECAYS else settings.get(name)
             if live is not None and key in stored and live != stored[key]:
                 raise AssertionError(f"another {label}, {live} instead of {stored[key]}")
 
-    def _decay(self, name: str) -> Any:
-        """Return the weight decay at the start or end; one argument gives a constant one (`validate_args`)."""
-        is_constant = self._settings.get("weight_decay_incr_style", "constant") == "constant"
-        return self._settings.get("weight_decay" if is_constant else name)
+
+def check_schedule(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Refuse learning rates and weight decays that no scheduler has.
+
+    Source: the assertions of `OptimizerParamScheduler.__init__` (megatron/core/optimizer_param_scheduler.py) and of
+    `validate_args` (megatron/training/arguments.py), core_v0.16.1, 0.19.2 and the development head of August 2026.
+
+    Args:
+        settings: the arguments of the job.
+        changes: those that differ from the job that wrote the checkpoint.
+
+    Raises:
+        UsageError: one is below another, or below 0; or a constant weight decay has a start or an end.
+    """
+    ends = [name for name in _DECAYS if changes.get(name) is not None]
+    if ends and _is_constant(settings):
+        raise UsageError(
+            "Megatron's weight decay is constant, without a start or an end",
+            found=", ".join(ends),
+            expected="weight_decay, or another weight_decay_incr_style",
+            hint=f"for example --change weight_decay={changes[ends[0]]}",
+        )
+    start, end = (_decay(settings, name) for name in _DECAYS)
+    pairs = (("min_lr", settings.get("min_lr") or 0.0, "lr", settings.get("lr")), (_DECAYS[0], start, _DECAYS[1], end))
+    for low_name, low, high_name, high in pairs:
+        if low is not None and high is not None and not 0 <= low <= high:
+            raise UsageError(
+                "Megatron's scheduler has no such bounds",
+                found=f"{low_name} {low}, {high_name} {high}",
+                expected=f"0 or more, and {low_name} at most {high_name}",
+                hint="correct the values after --change",
+            )
+
+
+def _decay(settings: Mapping[str, Any], name: str) -> Any:
+    """Return the weight decay at the start or end; one argument gives a constant one (`validate_args`)."""
+    return settings.get("weight_decay" if _is_constant(settings) else name)
+
+
+def _is_constant(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("weight_decay_incr_style", "constant") == "constant")

@@ -17,6 +17,7 @@ from mcore_ckpt_ext.layout_choice.options import parse_sizes
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_rules import search_sizes
+from mcore_ckpt_ext.rehearsal.scheduler import check_schedule
 from mcore_ckpt_ext.versions import Version
 
 OTHER_OPTIMIZERS = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
@@ -127,7 +128,7 @@ def target_job(
         UsageError: the changes contradict each other, or describe another model.
     """
     check_layer_form(written, changes)
-    _check_schedule(written, changes)
+    _check_together({**written.raw, **changes}, changes)
     # The job is one with optimizers that a rehearsal can simulate.
     simulated: dict[str, Any] = dict.fromkeys(OTHER_OPTIMIZERS, False)
     model = _with_stages_of(written, changes).replace(**simulated)
@@ -148,23 +149,39 @@ def target_job(
     )
 
 
-def _check_schedule(written: JobArguments, changes: Mapping[str, Any]) -> None:
-    """Refuse a job with both flags that say whose schedule counts.
+_EXCLUSIVE = {
+    "Megatron takes the learning rate schedule of the command line, or that of the checkpoint": (
+        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+        "for example --change override_opt_param_scheduler=false use_checkpoint_opt_param_scheduler=true",
+    ),
+    "Megatron computes in bf16 or in fp16": (("bf16", "fp16"), "for example --change bf16=true fp16=false"),
+    "Megatron takes the number of buckets or their size": (
+        ("ddp_num_buckets", "ddp_bucket_size"),
+        "for example --change ddp_num_buckets=None ddp_bucket_size=40000000",
+    ),
+}
+"""Arguments of which Megatron accepts one, by the refusal, with a way out.
 
-    `OptimizerParamScheduler.__init__` asserts it (megatron/core/optimizer_param_scheduler.py, core_v0.16.1 and
-    0.19.2).
+Sources: the assertions of `OptimizerParamScheduler.__init__` (megatron/core/optimizer_param_scheduler.py),
+`validate_args` (megatron/training/arguments.py), `get_model` (megatron/training/training.py, core_v0.16.1) and
+`DistributedDataParallelConfig.__post_init__` (core_v0.19.2).
+"""
+
+
+def _check_together(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Refuse arguments that contradict each other.
+
+    Args:
+        settings: the arguments of the resuming job.
+        changes: those that differ from the job that wrote the checkpoint.
 
     Raises:
-        UsageError: both are set.
+        UsageError: Megatron accepts one of two that are set, or no such schedule.
     """
-    names = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
-    if all({**written.raw, **changes}.get(name) for name in names):
-        raise UsageError(
-            "Megatron takes the learning rate schedule of the command line, or that of the checkpoint",
-            found=" and ".join(names),
-            expected="one of them",
-            hint=f"for example --change {names[0]}=false {names[1]}=true",
-        )
+    for refusal, (names, hint) in _EXCLUSIVE.items():
+        if all(settings.get(name) for name in names):
+            raise UsageError(refusal, found=" and ".join(names), expected="one of them", hint=hint)
+    check_schedule(settings, changes)
 
 
 def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArguments:

@@ -19,7 +19,9 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.activations import ActivationOptions, LayerTerms, Shares, terms_of
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part
 from mcore_ckpt_ext.layout_choice.options import Recomputation
+from mcore_ckpt_ext.layout_choice.padded_rows import PaddedRows
 from mcore_ckpt_ext.layout_choice.stage_activations import chunks_in_flight
+from tests.harness.layout_search import found_for
 
 REPOSITORY = Path(__file__).parents[2]
 FACTS = REPOSITORY / "tests/data/published_layouts.json"
@@ -160,3 +162,18 @@ def test_the_loss_needs_what_the_genuine_one_allocates() -> None:
     gradient = VocabParallelCrossEntropy.prepare_gradient_calculation_operands(softmax, mask)[3]
     # No copy after the first one: all of it happens in place.
     assert {one.data_ptr() for one in (exponentials, softmax, gradient)} == {wide.data_ptr()}
+
+
+def test_the_loss_of_transformer_engine_keeps_a_gradient_in_fp32() -> None:
+    """Per logit: 2 bytes in bf16 and 4 of the gradient, which each depth of multi-token prediction keeps."""
+
+    def needed(**more: Any) -> tuple[int, int]:
+        memory = found_for(1, PaddedRows(8192, 0, 128), cross_entropy_loss_fusion=True, **more).found[0].memory
+        return memory.activations, memory.loss
+
+    logits = 64 * 8192
+    kept, loss = needed(cross_entropy_fusion_impl="te")
+    assert loss == (2 + 4) * logits
+    assert needed()[1] == (4 + 4 + 2) * logits
+    predicted = needed(cross_entropy_fusion_impl="te", mtp_num_layers=1)[0]
+    assert predicted == needed(mtp_num_layers=1)[0] > kept + 4 * logits

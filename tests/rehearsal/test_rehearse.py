@@ -191,6 +191,27 @@ def test_two_schedules_are_refused() -> None:
         rehearsed("p10", "pp=2", 4, changes=changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"fp16": True}, "Megatron computes in bf16 or in fp16; found: bf16 and fp16"),
+        ({"ddp_num_buckets": 2, "ddp_bucket_size": 64}, "the number of buckets or their size"),
+        ({"min_lr": 5.0}, "no such bounds; found: min_lr 5.0, lr 0.001"),
+        ({"weight_decay": -0.1}, "no such bounds; found: start_weight_decay -0.1"),
+        ({"end_weight_decay": 0.1}, "is constant, without a start or an end; found: end_weight_decay"),
+        ({"min_lr": -1e-6}, "min_lr: -1e-06; expected: a finite number, 0 or more"),
+        ({"ddp_num_buckets": 0}, "ddp_num_buckets: 0; expected: a whole number from 1"),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by: 0; expected: a whole number from 1"),
+        ({"lr_decay_style": "banana"}, "lr_decay_style: 'banana'; expected: constant, linear, cosine"),
+        ({"weight_decay_incr_style": "banana"}, "weight_decay_incr_style: 'banana'; expected: constant, linear"),
+    ],
+)
+def test_changes_that_megatron_asserts_against(changes: dict[str, Any], refusal: str) -> None:
+    """They are the user's, and are refused before anything is simulated."""
+    with pytest.raises(UsageError, match=refusal):
+        rehearsed("p10", "pp=2", 4, changes=changes)
+
+
 @pytest.mark.parametrize("value", ["banana", -1])
 def test_a_change_with_a_value_that_no_job_can_have(value: object) -> None:
     """The user is wrong, and not the checkpoint."""

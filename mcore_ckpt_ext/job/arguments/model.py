@@ -35,6 +35,7 @@ from mcore_ckpt_ext.job.arguments.kinds import (
     NUMBER,
     NUMBERS,
     PAIR,
+    POSITIVE,
     SWITCH,
     TEXT,
 )
@@ -77,7 +78,7 @@ class ModelTable:
     # Sizes.
     num_layers = Argument(LAYER_COUNT.required, SHAPES, value(unless=WITH_PATTERN), SAME)
     mtp_num_layers = Argument(LAYER_COUNT.optional, SHAPES, VALUE, SAME, since="0.12")
-    hidden_size = Argument(ELEMENT_COUNT.required, SHAPES, VALUE, SAME)
+    hidden_size = Argument(POSITIVE.required, SHAPES, VALUE, SAME)
     ffn_hidden_size = Argument(ELEMENT_COUNT.required, SHAPES, VALUE, SAME)
     num_attention_heads = Argument(COUNT.required, SHAPES, VALUE, SAME)
     num_query_groups = Argument(COUNT.required, SHAPES, None, SAME)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from mcore_ckpt_ext.job.arguments.conditions import WITH_BLOCKS, WITH_EXPERTS, WITH_PATTERN
 from mcore_ckpt_ext.job.arguments.kinds import (
     ANYTHING,
-    BATCH_SIZE,
     ELEMENT_COUNT,
     LAYER_COUNT,
     NOT_NEGATIVE,
     NUMBER,
+    POSITIVE,
     RANK_COUNT,
     SAMPLE_COUNT,
     SWITCH,
@@ -75,11 +75,11 @@ class RunTable:
     use_precision_aware_optimizer = Argument(SWITCH.optional, NOTHING, None, reads("optimizer"), since="0.11")
     main_params_dtype = Argument(ANYTHING.optional, NOTHING, since="0.11")
     optimizer_cpu_offload = Argument(SWITCH.optional, NOTHING, None, reads("optimizer"), since="0.12")
-    num_distributed_optimizer_instances = Argument(RANK_COUNT.optional, NOTHING, None, reads("ddp"), since="0.10")
+    num_distributed_optimizer_instances = Argument(POSITIVE.optional, NOTHING, None, reads("ddp"), since="0.10")
     overlap_grad_reduce = Argument(SWITCH.optional, NOTHING, None, reads("ddp"))
     overlap_param_gather_with_optimizer_step = Argument(SWITCH.optional, NOTHING, None, reads("optimizer"), since="0.9")
     ddp_bucket_size = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("ddp.bucket_size"))
-    ddp_num_buckets = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("ddp.num_buckets"), since="0.12")
+    ddp_num_buckets = Argument(POSITIVE.optional, NOTHING, None, reads("ddp.num_buckets"), since="0.12")
     ddp_pad_buckets_for_high_nccl_busbw = Argument(
         SWITCH.optional, NOTHING, None, reads("ddp.pad_buckets_for_high_nccl_busbw"), since="0.12"
     )
@@ -92,7 +92,7 @@ class RunTable:
     num_layers_at_start_in_bf16 = Argument(LAYER_COUNT.optional, NOTHING, since="0.12")
     num_layers_at_end_in_bf16 = Argument(LAYER_COUNT.optional, NOTHING, since="0.12")
     lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
-    min_lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
+    min_lr = Argument(NOT_NEGATIVE.optional, NOTHING, None, reads("optimizer"))
     decoupled_lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
     decoupled_min_lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
 
@@ -100,8 +100,8 @@ class RunTable:
     no_save_optim = Argument(SWITCH.optional, NOTHING)
     ckpt_fully_parallel_save = Argument(SWITCH.optional, NOTHING, None, reads("checkpoint.fully_parallel_save"))
     dist_ckpt_strictness = Argument(TEXT.optional, NOTHING, None, reads("checkpoint"), since="0.8")
-    seq_length = Argument(ELEMENT_COUNT.optional, NOTHING)
-    global_batch_size = Argument(BATCH_SIZE.optional, NOTHING, None, reads("train"))
+    seq_length = Argument(POSITIVE.optional, NOTHING)
+    global_batch_size = Argument(POSITIVE.optional, NOTHING, None, reads("train"))
     rampup_batch_size = Argument(ANYTHING.optional, NOTHING, None, reads("train"))
     consumed_train_samples = Argument(SAMPLE_COUNT.optional, NOTHING)
     consumed_valid_samples = Argument(SAMPLE_COUNT.optional, NOTHING)
@@ -111,7 +111,7 @@ class RunTable:
     params_dtype = Argument(ANYTHING.optional, NOTHING)
 
     # The order of the data, and the sizes of batches: see `continuity.data_order`.
-    micro_batch_size = Argument(BATCH_SIZE.optional, NOTHING, None, reads("train"))
+    micro_batch_size = Argument(POSITIVE.optional, NOTHING, None, reads("train"))
     train_iters = Argument(SAMPLE_COUNT.optional, NOTHING, None, reads("train"))
     train_samples = Argument(SAMPLE_COUNT.optional, NOTHING, None, reads("train"))
     decrease_batch_size_if_needed = Argument(SWITCH.optional, NOTHING, None, reads("train"), since="0.9")
@@ -133,7 +133,7 @@ class RunTable:
         Flag("on", (WITH_BLOCKS,)),  # the parser requires it with such blocks
     )
     padded_vocab_size = Argument(ELEMENT_COUNT.optional, SHAPES)
-    make_vocab_size_divisible_by = Argument(ELEMENT_COUNT.optional, NOTHING, None, SAME)
+    make_vocab_size_divisible_by = Argument(POSITIVE.optional, NOTHING, None, SAME)
     moe_grouped_gemm = Argument(SWITCH.optional, NOTHING, ON, bridge(WITH_EXPERTS))
     moe_use_legacy_grouped_gemm = Argument(SWITCH.optional, NOTHING, since="0.11", until="0.17")
 
