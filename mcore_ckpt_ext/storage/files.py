@@ -40,7 +40,10 @@ class _Descriptor:
                 os.close(number)
 
     def direct(self) -> int | None:
-        """Return a descriptor of the same file for direct reads; None if there are none. Needs the reader's lock."""
+        """Return a descriptor of the same file for direct reads; None if there are none.
+
+        To be called under the lock of the reader.
+        """
         if not self._is_tried:
             self._is_tried = True
             self._direct = open_direct(self.number)
