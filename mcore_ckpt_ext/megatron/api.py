@@ -76,7 +76,7 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
         mcore_ckpt_ext refused while looking at the checkpoint; no sidecar is written
     """
     folder, chunks = Path(os.fspath(path)), unwrapped(model)
-    iteration = agreed("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.iteration, _NONE)[0]
+    iteration = agreed("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.job.iteration(), _NONE)[0]
     settings = live_arguments(chunks, optimizer).raw
     text = recorder().text(lambda: chunks, optimizer, settings, iteration)
 

@@ -164,7 +164,7 @@ class _Load:
 
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
-        written = self._load.checkpoint.arguments
+        written = self._load.checkpoint.job.arguments()
         old, new = map(sizes_of_job, (written, self._load.running))
         if not written.is_complete or old == new:
             return ""

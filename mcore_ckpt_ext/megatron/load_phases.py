@@ -10,6 +10,7 @@ from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.megatron.energon_states import SavedStates, with_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
@@ -130,7 +131,7 @@ def _account_data(load: MegatronLoad) -> _Account | None:
     if session is None or session.folder.name == RELEASE:
         return None
     try:
-        written = session.checkpoint.arguments
+        written = session.checkpoint.job.arguments()
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
     order, states = with_states(data_order(written, load.running), written, load.running, session.folder.name)
@@ -144,7 +145,7 @@ def _take_data(load: MegatronLoad, ranks: Any, accounts: Sequence[_Account | Non
 
 
 def _check_tokens_of_open(load: MegatronLoad) -> None:
-    load.vocabulary_rows = load.checkpoint.vocabulary_rows
+    load.vocabulary_rows = vocabulary_rows(load.checkpoint)
     check_new_tokens(load)
 
 

@@ -67,7 +67,7 @@ def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | 
 def is_moved(session: LoadSession, arguments: Any) -> bool:
     """Return True if the layout differs from the checkpoint's, so that this package reads tensors."""
     with suppress(CheckpointError, OSError):
-        return bool(placement_changes(session.checkpoint.arguments, JobArguments.of(vars(arguments))))
+        return bool(placement_changes(session.checkpoint.job.arguments(), JobArguments.of(vars(arguments))))
     return False
 
 

@@ -79,12 +79,12 @@ class ContentCheck:
     ) -> None:
         self._checkpoint = checkpoint
         # One thread, because the caller divides the blocks between threads.
-        self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
-        self._sources = {WEIGHT: cached(checkpoint.weights)}
+        self._transfer = Transfer(checkpoint.files.reader, workers=1, checksums=checksums)
+        self._sources = {WEIGHT: cached(checkpoint.model.weights())}
         self._rooms = Rooms()
         self._unreadable = unreadable
         self._digest_tensors = digest_tensors
-        self._optimizer = checkpoint.optimizer if state else None
+        self._optimizer = checkpoint.optimizer.state() if state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
             self._sources |= dict.fromkeys(self._optimizer.kinds, cached(self._optimizer))
@@ -125,7 +125,7 @@ class ContentCheck:
             for kind, tensor in held.items()
             if self._digest_tensors
         }
-        proof = proof_at_stored_scales(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
+        proof = proof_at_stored_scales(self._checkpoint, [name], self._checkpoint.job.proof, self._transfer)
         for target in blocks((region,)):
             values = {kind: self._read(kind, target) for kind in held}
             for kind, block in values.items():
@@ -135,7 +135,7 @@ class ContentCheck:
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
-                if self._checkpoint.masters_are_derived(name):
+                if self._checkpoint.optimizer.masters_are_derived(name):
                     report.joined += target.numel
                     continue
                 if (mismatch := proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
@@ -237,7 +237,7 @@ def check_parameters(
         tensor = checkpoint.logical_tensor(WEIGHT, name)
         return 1 if tensor is None else prod(tensor.shape)
 
-    names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
+    names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.state().names() if state else ())])
     reports = workers.map(check, list(names), size)
     results.findings.extend(finding for report in reports for finding in report.findings)
     results.checks.extend(_compared(checkpoint, reports))
@@ -252,14 +252,14 @@ def _compared(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) ->
     if not compared and not joined:
         yield Check(MASTERS, "no master was compared with its weight", done=False)
     if compared:
-        how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
+        how = "" if checkpoint.job.proof is BY_ROUNDING else f", {checkpoint.job.proof.words}"
         equal = counted(compared, "master equal to its weight", "masters equal to their weights")
         among = f"{compared - wrong:,} of " if wrong else ""
         yield Check(MASTERS, f"{among}{equal}{how}")
     if joined:
-        order_sources = " and ".join(checkpoint.optimizer.order_sources())
+        order_sources = " and ".join(checkpoint.optimizer.state().order_sources())
         message = f"{counted(joined, 'master')} joined from weights and remainders, placed by {order_sources}"
-        if checkpoint.weights_derived_from_masters:
+        if checkpoint.optimizer.weights_derived_from_masters:
             message = f"{counted(joined, 'master')}, stored in place of the weights, which are their roundings"
         yield Check(MASTERS, message)
     if copied := sum(report.copied for report in reports):

@@ -160,21 +160,21 @@ def convert(
     seen = state_before(as_path(source))
     with accepting(accept_keys):
         checkpoint = open_source(source, target, of_family, facts, weights, merge)
-    read = checkpoint.merged_from or [checkpoint]
-    folders = [*(view.folder for view in read), *([as_path(weights)] if weights is not None else [])]
+    read = checkpoint.composition.merged_from or [checkpoint]
+    folders = [*(view.files.folder for view in read), *([as_path(weights)] if weights is not None else [])]
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
-    with reraise_as_unreadable(checkpoint.folder):
+    with reraise_as_unreadable(checkpoint.files.folder):
         for view in read:
-            check_no_sharded_gates(view.arguments, str(view.folder))
+            check_no_sharded_gates(view.job.arguments(), str(view.files.folder))
         checkpoint, account = resolve_dropped_state(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)
     read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
     read_from += map(as_path, target.reads)
     place = checked_destination(destination, read_from, laid_out.folder)
-    with reraise_as_unreadable(checkpoint.folder):
+    with reraise_as_unreadable(checkpoint.files.folder):
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
-        reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
+        reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer.format() is not None
         findings = [*source_findings(checkpoint, with_optimizer=reads_optimizer, incomplete=bool(lost))]
         raise_first_contradiction(checkpoint, (finding for finding in findings if finding.severity == "error"))
         if reads_optimizer and not dry_run:
@@ -186,12 +186,12 @@ def convert(
     notes = [
         *output.notes,
         *_left_by_offload(checkpoint),
-        *(_left_to_loader(checkpoint.arguments) if laid_out.reads_optimizer else []),
+        *(_left_to_loader(checkpoint.job.arguments()) if laid_out.reads_optimizer else []),
         *(f"{finding.where}: {finding.what}" for finding in findings),
         *(note for folder in folders for note in _edited(folder)),
     ]
     if not dry_run:
-        with reraise_as_unreadable(checkpoint.folder):
+        with reraise_as_unreadable(checkpoint.files.folder):
             differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
         # Inodes and devices differ between machines that share the work, and after a restart.
         states = [[entry[:3] for entry in state] for state in before]
@@ -221,7 +221,7 @@ def convert(
         notes=notes,
         lost=lost,
         account=account,
-        how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
+        how=checkpoint.job.proof.words if checkpoint.job.proof.is_near else "round to their weights",
     )
 
 
@@ -247,11 +247,11 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
 
     For merged weights it is False, because each number takes several times its own memory.
     """
-    if checkpoint.merged_from:
+    if checkpoint.composition.merged_from:
         return False
     is_reordered = any(placed.arranged is not None for record in output.records for placed in record.content)
     is_reordered = is_reordered or any(record.quantized is not None for record in output.records)
-    return is_reordered or checkpoint.format_reader.is_model_folder
+    return is_reordered or checkpoint.format.reader.is_model_folder
 
 
 def _family_named(name: str) -> Family:
@@ -277,12 +277,12 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
     Raises:
         ProofError: elements are missing, and the user did not accept it.
     """
-    lost = dict(checkpoint.optimizer.lost_elements()) if checkpoint.optimizer_format else {}
+    lost = dict(checkpoint.optimizer.state().lost_elements()) if checkpoint.optimizer.format() else {}
     if lost and not accept_lost:
         raise ProofError(
             "the checkpoint was written damaged: elements of the optimizer are missing",
             found=", ".join(f"{count} of {name}" for name, count in list(lost.items())[:8]),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="use another iteration, or accept the loss: --accept-lost",
         )
     return lost
@@ -290,7 +290,7 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
 
 def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
     """Return a note if ranks hold different copies of one tensor; each process compares its share."""
-    kinds, notes = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
+    kinds, notes = (WEIGHT, *checkpoint.optimizer.carried_kinds()) if with_optimizer else (WEIGHT,), list[str]()
     run_on_all(team, lambda: notes.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
     count = total(team, len(notes))
     return [in_words(notes, count)] if count else []
@@ -298,9 +298,9 @@ def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Co
 
 def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
     """Return a note if copies of the word embeddings differ in the way that CPU offload permits."""
-    if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
+    if not checkpoint.optimizer.format() or not checkpoint.job.arguments().optimizer_cpu_offload:
         return []
-    count = left_by_offload.differing_masters(checkpoint.optimizer, checkpoint.transfer)
+    count = left_by_offload.differing_masters(checkpoint.optimizer.state(), checkpoint.files.transfer)
     return [left_by_offload.in_words(count)] if count else []
 
 
@@ -312,8 +312,8 @@ def _check_digests(checkpoint: CheckpointView, team: Communicator) -> None:
     """
 
     def own() -> None:
-        for buffers in checkpoint.optimizer.buffers:
-            check_digests(buffers, str(checkpoint.folder), (team.rank, team.size))
+        for buffers in checkpoint.optimizer.state().buffers:
+            check_digests(buffers, str(checkpoint.files.folder), (team.rank, team.size))
 
     run_on_all(team, own)
 

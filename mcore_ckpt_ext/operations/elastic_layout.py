@@ -167,7 +167,7 @@ def choose_for(
     if checkpoint is None:
         job = JobArguments.of(with_virtual_stages(arguments))
         return _chosen(job, table_of_arguments(job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
-    job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
+    job = with_shown_arguments(checkpoint, checkpoint.job.arguments().replace(**_stated(checkpoint, arguments)))
     return _chosen(job, table_of(checkpoint, job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
 
 
@@ -178,9 +178,9 @@ def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict
     """
     if not arguments:
         return {}
-    stated = with_virtual_stages({**checkpoint.arguments.raw, **arguments})
-    saved = checkpoint.layout
-    stated_layout = ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
+    stated = with_virtual_stages({**checkpoint.job.arguments().raw, **arguments})
+    saved = checkpoint.job.layout
+    stated_layout = ParallelLayout.from_arguments(checkpoint.job.arguments().replace(**stated))
     if saved.model_sizes() != stated_layout.model_sizes():
         stated |= {"data_parallel_size": None, "world_size": None}
     return stated

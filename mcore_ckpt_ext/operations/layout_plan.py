@@ -198,7 +198,7 @@ def plan(
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         stated: Mapping[str, Any] = arguments or {}
-        job = with_shown_arguments(checkpoint, with_passed(checkpoint.arguments, stated))
+        job = with_shown_arguments(checkpoint, with_passed(checkpoint.job.arguments(), stated))
         version, release_source = release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
@@ -223,7 +223,7 @@ def plan(
         fewer = [] if pins else with_fewer_gpus(running, table, old, request, buffers, result.found)
         return LayoutPlan(
             schema=SCHEMA,
-            path=str(checkpoint.folder),
+            path=str(checkpoint.files.folder),
             gpus=gpus,
             old_layout=str(old) if trained else "",
             megatron_version=str(version),
@@ -242,7 +242,7 @@ def plan(
                 for _, layout, reason in sorted(result.nearest.values(), key=lambda exclusion: exclusion[0])
             ),
             unknown=unknown_arguments(job),
-            replaced=replaced_values(checkpoint.arguments, stated),
+            replaced=replaced_values(checkpoint.job.arguments(), stated),
         )
 
 

@@ -191,7 +191,7 @@ def compare_tensors(
     try:
         digests_of_tensors = tensor_digests(content, digests.tensors, workers)
     except UnreadableCheckpointError as problem:
-        results.findings.append(error(RECORDED_TENSORS, str(content.folder), str(problem)))
+        results.findings.append(error(RECORDED_TENSORS, str(_folder_of(content)), str(problem)))
         return
     for tensor, message in differing(manifest.tensors, digests_of_tensors):
         results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
@@ -226,6 +226,10 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
     return digests
 
 
+def _folder_of(content: CheckpointView | Listing) -> Path:
+    return content.folder if isinstance(content, Listing) else content.files.folder
+
+
 def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: Workers) -> list[TensorDigest]:
     """Return the SHA-256 of each tensor, in model space for a checkpoint.
 
@@ -240,7 +244,7 @@ def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: W
 
     def digest(key: Key) -> TensorDigest | str:
         try:
-            with reraise_as_unreadable(content.folder):
+            with reraise_as_unreadable(_folder_of(content)):
                 return tensors.digest(key)
         except ContentError as problem:
             return str(problem)
@@ -258,10 +262,10 @@ class _ModelTensors:
 
     def __init__(self, checkpoint: CheckpointView) -> None:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
-        self._transfer = Transfer(checkpoint.reader, workers=1)
+        self._transfer = Transfer(checkpoint.files.reader, workers=1)
         self._rooms = Rooms()
-        self._sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
-        self._sources[WEIGHT] = cached(checkpoint.weights)
+        self._sources = {kind: cached(checkpoint.optimizer.state()) for kind in checkpoint.kinds() if kind != WEIGHT}
+        self._sources[WEIGHT] = cached(checkpoint.model.weights())
 
     def size(self, key: Key) -> int:
         """Return the number of elements of a tensor."""

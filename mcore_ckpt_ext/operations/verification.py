@@ -194,7 +194,7 @@ class _Run:
             return
         try:
             checkpoint = self._opens()
-            _ = checkpoint.names(WEIGHT), checkpoint.common, checkpoint.layout, checkpoint.iteration
+            _ = checkpoint.names(WEIGHT), checkpoint.job.common(), checkpoint.job.layout, checkpoint.job.iteration()
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
             self._error(COMPLETE, problem)
         except ProofError as problem:
@@ -240,14 +240,13 @@ class _Run:
     def _check_metadata(self, checkpoint: CheckpointView) -> set[str]:
         """Check what needs no tensor; return the files that are missing or truncated."""
         findings = self.results.findings
-        if checkpoint.sidecar_problem:
-            message = f"ignored: {checkpoint.sidecar_problem}"
-            findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), message))
-        for message in (*checkpoint.format_reader.problems, *contradictions(checkpoint)):
+        if problem := checkpoint.job.found_sidecar().problem:
+            findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), f"ignored: {problem}"))
+        for message in (*checkpoint.format.reader.problems, *contradictions(checkpoint)):
             findings.append(warning(COMPLETE, str(self.folder), message))
         failed = self._check_files(checkpoint)
         if reason := refusal_of_stored_files(checkpoint):
-            message = f"no release of Megatron reads files of this layout, {checkpoint.layout}: {reason}"
+            message = f"no release of Megatron reads files of this layout, {checkpoint.job.layout}: {reason}"
             findings.append(error(COMPLETE, str(self.folder), message))
         self._check_weights(checkpoint)
         if _has_optimizer_alone(checkpoint):
@@ -262,7 +261,7 @@ class _Run:
         """
         checksums = StoredChecksums(checkpoint, failed)
         counter = ByteCounter(checksums.nbytes + _content_bytes(checkpoint), self._progress)
-        confirmed = Confirmed(checkpoint.reader)
+        confirmed = Confirmed(checkpoint.files.reader)
         content = Results()
         damage: CheckpointError | None = None
         try:
@@ -286,7 +285,7 @@ class _Run:
         state: list[bool] = []
         run_on_all(self._workers.team, lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
         # Without an account there is damage that keeps the keys from being listed, and that other checks report.
-        if checkpoint.optimizer_format and not state[0] and self.results.account is not None:
+        if checkpoint.optimizer.format() and not state[0] and self.results.account is not None:
             self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
         self.digests.tensors = check_parameters(
             checkpoint, state[0], failed, confirmed, self._workers, counter.add, content,
@@ -308,11 +307,11 @@ class _Run:
         self.results.checks.append(Check(KNOWN, others if unread else "all"))
 
     def _check_files(self, checkpoint: CheckpointView) -> set[str]:
-        index = checkpoint.format_reader.stored_index
+        index = checkpoint.format.reader.stored_index
         if index is None:
             self.results.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()
-        findings, failed, files = check_index(checkpoint.reader, index)
+        findings, failed, files = check_index(checkpoint.files.reader, index)
         self.results.findings.extend(findings)
         if not self._quick and index.has_plans:
             self.results.findings.extend(check_index_file(self.folder))
@@ -332,11 +331,11 @@ def _account_without_model(listing: Listing) -> Account:
 
 
 def _iteration(content: Content | None) -> int | None:
-    return content.iteration if isinstance(content, CheckpointView) and not content.is_release else None
+    return content.job.iteration() if isinstance(content, CheckpointView) and not content.job.is_release else None
 
 
 def _has_optimizer_alone(checkpoint: CheckpointView) -> bool:
-    return not checkpoint.names(WEIGHT) and checkpoint.optimizer_format is not None
+    return not checkpoint.names(WEIGHT) and checkpoint.optimizer.format() is not None
 
 
 def _content_bytes(checkpoint: CheckpointView) -> int:
@@ -344,4 +343,4 @@ def _content_bytes(checkpoint: CheckpointView) -> int:
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
     numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
-    return weights + (numel * 12 if checkpoint.optimizer_format else 0)
+    return weights + (numel * 12 if checkpoint.optimizer.format() else 0)

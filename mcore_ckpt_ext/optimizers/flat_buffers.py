@@ -16,7 +16,7 @@ from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOW
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, proof_of
 from mcore_ckpt_ext.layout.packing_candidates import Proposal
 from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking, propose, recover, recover_unproven
 from mcore_ckpt_ext.layout.packing_search import irregularity
@@ -323,7 +323,9 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
         models: the parameters that may be in them.
     """
     proposals = partial(holder.proposals, rules, models)
-    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)
+    return FlatBuffers(
+        state, models, proposals, holder.weights(), holder.transfer, proof_of(holder.arguments), holder.sidecar
+    )
 
 
 def _slices_of_part(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:

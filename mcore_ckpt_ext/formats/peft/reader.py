@@ -125,7 +125,7 @@ class PeftCheckpoint(WeightsAlone):
             UnsupportedCheckpointError: Megatron-Bridge does not support these adapters.
         """
         super().__init__(folder)
-        self._base = base.folder
+        self._base = base.files.folder
         self.config = read_json(folder / ADAPTER)
         self._check_config()
         self._fit: Fit = fit_of_adapters(base, family, {})
