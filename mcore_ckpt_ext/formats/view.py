@@ -64,11 +64,11 @@ class CheckpointView:
     """An open checkpoint.
 
     Attributes:
-        format: its format.
-        files: the location of its bytes.
-        model: its weights.
-        optimizer: its optimizer.
-        job: the job that wrote it: its arguments, parallel layout and iteration.
+        format: its format, of which `name` is the name.
+        files: the stored bytes: `folder`, `unread()` (keys that this package ignores) and the like.
+        model: the weights.
+        optimizer: the optimizer: `format()`, `param_groups()` and the like.
+        job: the job that wrote it: `layout`, `iteration()`, `arguments()` and the like.
         states: extra states and random states.
         composition: the models that it consists of, if it is not one text model.
     """
