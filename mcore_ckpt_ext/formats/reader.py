@@ -13,7 +13,6 @@ from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, Usage
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
 from mcore_ckpt_ext.formats.description import megatron_arguments, stored_arguments
 from mcore_ckpt_ext.formats.grid import weight_grid
-from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.messages import general_notices
 from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, lazy
@@ -78,15 +77,6 @@ class FormatReader(FormatTraits, ABC):
     def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
         """Open a folder with the options that apply to the format; see `__init__`."""
         return cls(folder, options.order_sources)
-
-    @classmethod
-    def list_tensors(cls, folder: Path) -> Listing | None:
-        """List the tensors and damaged files of a folder of weights, without its model.
-
-        Returns:
-            None if opening a folder already checks its files.
-        """
-        return None
 
     @classmethod
     def may_be_replaced(cls, folder: Path) -> bool:

@@ -189,7 +189,7 @@ class _Run:
         if not check_file_digests(self.folder, self.results):
             return
         folder_format = format_of(self.folder, self._stored)
-        if folder_format is not None and (listing := folder_format.reader_class.list_tensors(self.folder)) is not None:
+        if folder_format is not None and (listing := folder_format.list_tensors(self.folder)) is not None:
             self._verify_listed(listing)
             return
         try:
