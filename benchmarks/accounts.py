@@ -50,9 +50,9 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--runs", type=int, default=20)
     requested = parser.parse_args()
-    opening = seconds(lambda: open_checkpoint(requested.checkpoint).arguments, requested.runs)
+    opening = seconds(lambda: open_checkpoint(requested.checkpoint).job.arguments(), requested.runs)
     print(f"opening the checkpoint: {opening * 1e3:.1f} ms; goal of the accounts: {GOAL_SECONDS * 1e3:.0f} ms")
-    arguments = open_checkpoint(requested.checkpoint).arguments
+    arguments = open_checkpoint(requested.checkpoint).job.arguments()
     for loader in ("single", "cyclic"):
         for name, ramp in RAMPS.items():
             job = arguments.replace(dataloader_type=loader, **ramp)

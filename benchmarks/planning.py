@@ -153,7 +153,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     def planned() -> Plan:
         plan = make_plan(wanted, checkpoint)
         for read in plan.reads:
-            checkpoint.transfer.locate(read.extent)
+            checkpoint.files.transfer.locate(read.extent)
         return plan
 
     begun, busy = time.monotonic(), time.process_time()
@@ -174,7 +174,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
         "first": first, "first_busy": first_busy, "first_memory": first_memory, "handed": len(data), "seen": seen,
         "seconds": seconds, "processor": busy, "opening": opening, "memory": memory, "before": before,
         "bytes": plan.bytes_read, "copies": len(plan.reads), "sent": sent,
-        "asked": checkpoint.reader.bytes_read,
+        "asked": checkpoint.files.reader.bytes_read,
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ STAGE, SHARE = 1, 0
 
 def ours(folder: Path) -> tuple[float, int]:
     """Return seconds and bytes of this package's way."""
-    arguments = dict(open_checkpoint(folder).args)
+    arguments = dict(open_checkpoint(folder).job.args)
     arguments |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     models = synthetic.local_models(synthetic.shapes_of(arguments), arguments)
     begun = time.monotonic()
@@ -45,7 +45,7 @@ def ours(folder: Path) -> tuple[float, int]:
     wanted = synthetic.wanted_by(models, ModelRank(pipeline=1, tensor=0), SHARE)
     plan = make_plan(wanted, checkpoint)
     destinations = [torch.empty(want.slice.numel) for want in wanted]
-    Transfer(checkpoint.reader).execute(plan, destinations)
+    Transfer(checkpoint.files.reader).execute(plan, destinations)
     return time.monotonic() - begun, plan.bytes_read
 
 
@@ -59,7 +59,7 @@ def stock(folder: Path) -> tuple[float, int]:
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     checkpoint = open_checkpoint(folder)
-    optimizer = checkpoint.optimizer
+    optimizer = checkpoint.optimizer.state()
     assert isinstance(optimizer, FlatBuffers)  # noqa: S101 - the checkpoint was made here
     ranges = []
     for (bucket, kind), array in optimizer.arrays[0, STAGE].items():
@@ -76,7 +76,10 @@ def stock(folder: Path) -> tuple[float, int]:
         data = torch.empty(stop - start)
         state_dict[str(number)] = ShardedTensor(key, data, data.dtype, (stop - start,), (numel,), (start,), None)
     loaded = dist_checkpointing.load(
-        state_dict, str(checkpoint.folder), validate_access_integrity=False, strict=StrictHandling.ASSUME_OK_UNEXPECTED
+        state_dict,
+        str(checkpoint.files.folder),
+        validate_access_integrity=False,
+        strict=StrictHandling.ASSUME_OK_UNEXPECTED,
     )
     seconds = time.monotonic() - begun
     return seconds, sum(loaded[str(number)].nbytes for number in range(len(ranges)))

@@ -20,6 +20,7 @@ from mcore_ckpt_ext.collectives import rank_and_size
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.formats.accounts import Account, account_of_load
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -161,8 +162,8 @@ class LiveRank:
         planned = plan_rank(resume, self.job.shards, groups)
         self.reading = planned.reading
         self._groups = planned.groups
-        if checkpoint.arguments.optimizer_cpu_offload:
-            self.differing = differing_masters(checkpoint.optimizer, checkpoint.transfer, rank_and_size())
+        if checkpoint.job.arguments().optimizer_cpu_offload:
+            self.differing = differing_masters(checkpoint.optimizer.state(), checkpoint.files.transfer, rank_and_size())
 
     def wanted_bytes(self) -> dict[str, Spans]:
         """Return the byte ranges of each kind that this rank needs."""
@@ -199,7 +200,7 @@ class LiveRank:
                 changed=changed,
                 elements=sum(shard.slice.numel for shard in self.job.shards),
                 bytes_read=self.bytes_read,
-                order_sources=resume.checkpoint.optimizer.order_sources(),
+                order_sources=resume.checkpoint.optimizer.state().order_sources(),
                 differing=self.differing,
                 new=sum(shard.slice.numel for shard in self.job.new),
             )
@@ -221,7 +222,7 @@ class LiveRank:
             shard.adapter.set_master(shard, shard.weight.to(torch.float32, copy=True))
             for kind in shard.kinds:
                 shard.adapter.keep(shard, kind, shard.adapter.room(shard).zero_())
-        scaler = resume.checkpoint.grad_scaler()
+        scaler = resume.checkpoint.optimizer.grad_scaler()
         for adapter, groups in zip(self.job.adapters, self._groups, strict=True):
             adapter.finish(groups, scaler)
         return changed
@@ -233,12 +234,12 @@ class LiveRank:
             for adapter in self.job.adapters:
                 adapter.share_weights()
         checkpoint = resume.checkpoint
-        checkpoint.reader.close()
+        checkpoint.files.reader.close()
         self.summary = Summary(
-            source=checkpoint.layout,
+            source=checkpoint.job.layout,
             target=ParallelLayout.from_arguments(resume.running),
-            iteration=checkpoint.iteration,
-            optimizer_format=str(checkpoint.optimizer_format),
+            iteration=checkpoint.job.iteration(),
+            optimizer_format=str(checkpoint.optimizer.format()),
             order_sources=tuple(sorted({label for of_rank in filled for label in of_rank.order_sources})),
             parameters=len({name for summary in resume.summaries for name in summary.trained}),
             elements=sum(of_rank.elements for of_rank in filled),
@@ -247,17 +248,17 @@ class LiveRank:
             changed=changed,
             certainty=self.certainty(checkpoint),
             differing=sum(of_rank.differing for of_rank in filled),
-            sidecar_problem=checkpoint.sidecar_problem,
+            sidecar_problem=checkpoint.job.found_sidecar().problem,
             new=sum(of_rank.new for of_rank in filled),
-            vocabulary=changed_padding(checkpoint.vocabulary_rows, resume.running.padded_vocab_size),
+            vocabulary=changed_padding(vocabulary_rows(checkpoint), resume.running.padded_vocab_size),
             account=account_of_load(checkpoint),
         )
 
     def certainty(self, checkpoint: CheckpointView) -> str:
         """Explain in words why the masters are known to belong to the weights."""
-        if checkpoint.weights_derived_from_masters:
+        if checkpoint.optimizer.weights_derived_from_masters:
             return "stored as masters, from which the weights are derived"
-        if any(checkpoint.masters_are_derived(shard.name) for shard in self.job.shards):
+        if any(checkpoint.optimizer.masters_are_derived(shard.name) for shard in self.job.shards):
             return "joined from their weights and remainders"
         master_check = self.master_check(checkpoint)
         return f"verified {'equal to their weights' if master_check is BY_ROUNDING else master_check.relation}"
@@ -265,7 +266,7 @@ class LiveRank:
     def master_check(self, checkpoint: CheckpointView) -> MasterCheck:
         """Return the comparison of masters and weights that the checkpoint and live weights permit."""
         live = (quantization_check(shard.live.parameter) for shard in self.job.shards)
-        return reduce(weaker_of, live, checkpoint.master_check)
+        return reduce(weaker_of, live, checkpoint.job.master_check)
 
 
 def _follow(checkpoint: CheckpointView, shard: LiveShard, master: torch.Tensor) -> int:
@@ -276,7 +277,7 @@ def _follow(checkpoint: CheckpointView, shard: LiveShard, master: torch.Tensor) 
     Returns:
         The number of weights that changed.
     """
-    if shard.adapter.master_check(shard) is not None and not checkpoint.masters_are_derived(shard.name):
+    if shard.adapter.master_check(shard) is not None and not checkpoint.optimizer.masters_are_derived(shard.name):
         return 0
     if quantization_check(shard.live.parameter) is not None:
         return 0  # the next step writes them
@@ -313,7 +314,7 @@ class Prepared:
     @property
     def lost_elements(self) -> int:
         """Number of elements that the checkpoint lost and the user accepted, summed over the kinds of state."""
-        return sum(self.checkpoint.optimizer.lost_elements().values())
+        return sum(self.checkpoint.optimizer.state().lost_elements().values())
 
     @property
     def schedule(self) -> dict[str, Any] | None:

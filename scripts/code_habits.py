@@ -29,11 +29,11 @@ COUNTABLE = re.compile(
 )
 MOST_LINES, MOST_PARAMETERS, MOST_LINES_OF_A_FILE = 60, 7, 350
 LIMITS = {
-    "functions with a local name that says nothing": 75,
-    "functions named by a preposition": 21,
-    "tuple assignments of unrelated values": 51,
-    "lines exempt from the formatter": 50,
-    "functions with more than seven parameters": 14,
+    "functions with a local name that says nothing": 60,
+    "functions named by a preposition": 20,
+    "tuple assignments of unrelated values": 44,
+    "lines exempt from the formatter": 45,
+    "functions with more than seven parameters": 13,
     "functions of more than sixty lines": 6,
     "files of more than 350 lines": 0,
     "numbers before a plural without errors.counted": 35,

@@ -146,7 +146,7 @@ def test_every_format_is_read_into_memory_of_the_device(name: str, counts: Count
         for parameter in checkpoint.names(kind):
             region = Region.whole(parameter, checkpoint.tensor(kind, parameter).shape)
             before = counts.to_device
-            found = read_slice(checkpoint, checkpoint.transfer, kind, Slice.whole((region,)), allocate=on_device)
+            found = read_slice(checkpoint, checkpoint.files.transfer, kind, Slice.whole((region,)), allocate=on_device)
             crossed = counts.to_device - before
             assert crossed == (found.nbytes if isinstance(found, DeviceTensor) else 0)
             truth = fixture.truth[f"{kind}.{parameter}"].reshape(-1)

@@ -134,7 +134,7 @@ def test_other_accelerators_are_used_as_cuda_is(kind: str, monkeypatch: pytest.M
             checkpoint, is_equal = open_checkpoint(fixture.run), []
             for wanted in (checkpoint.tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)):
                 part = Slice.whole((Region.whole(wanted.logical.name, wanted.shape),))
-                read = read_slice(checkpoint, checkpoint.transfer, WEIGHT, part, allocate=allocated_on(kind))
+                read = read_slice(checkpoint, checkpoint.files.transfer, WEIGHT, part, allocate=allocated_on(kind))
                 truth = fixture.truth[f"{WEIGHT}.{wanted.logical.name}"].reshape(-1)
                 is_equal.append(read.device.type == kind and torch.equal(read.cpu(), truth))
             crossed = counts.to_device == sum(fixture.truth[name].nbytes for name in weights_in(fixture.truth))

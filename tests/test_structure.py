@@ -198,6 +198,8 @@ def looks_at_classes(source: str, classes: set[str]) -> int:
                 count += _names_one_of(named, classes)
             case ast.Compare(left=ast.Attribute(attr="format"), ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()]):
                 count += 1
+            case ast.Compare(left=ast.Attribute(attr="name", value=ast.Attribute(attr="format"))):
+                count += 1
     return count
 
 
@@ -222,11 +224,12 @@ def test_formats_answer_for_themselves() -> None:
 @pytest.mark.parametrize(
     ("source", "count"),
     [
-        ("isinstance(one.format_reader, LegacyCheckpoint)", 1),
+        ("isinstance(one.format.reader, LegacyCheckpoint)", 1),
         ("isinstance(one, (str, TorchDistCheckpoint)) or type(one) is not LegacyCheckpoint", 2),
         ("isinstance(one, legacy.LegacyCheckpoint)", 1),
         ("match one:\n case LegacyCheckpoint() | formats.torch_dist.TorchDistCheckpoint(): ...", 2),
         ("checkpoint.format == 'legacy' or found.format in (NAME, 'zarr')", 2),
+        ("checkpoint.format.name == 'legacy'", 1),
         ("isinstance(one, Path)", 0),
     ],
 )

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 
 TABLE = Path(__file__).with_name("config_reads.json")
@@ -113,10 +114,10 @@ class NeutralKeys:
         if unread := sorted(self.unread - mapped):
             notices.append(
                 f"keys of config.json that {self.model} of transformers (up to {self.release}) does not read, carried "
-                f"as they are: {_join_first(unread)}"
+                f"as they are: {join_some(unread, _SHOWN)}"
             )
         if accepted := sorted(self.accepted - mapped):
-            notices.append(f"keys of config.json accepted as without effect: {_join_first(accepted)}")
+            notices.append(f"keys of config.json accepted as without effect: {join_some(accepted, _SHOWN)}")
         return notices
 
 
@@ -198,8 +199,3 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
     """Return the table by release of transformers, oldest first, and by model type."""
     table: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text())
     return table
-
-
-def _join_first(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

@@ -114,20 +114,11 @@ def mtp_layers(rules: Sequence[Rule], final_norm: str = "shared_head.norm") -> t
     """
     ours = "mtp.layers.{step}"
     theirs = "model.layers.{next}"
-    of_layer = [
-        replace(
-            rule,
-            hugging_face=rule.hugging_face.replace("{layer}", "{next}"),
-            megatron=rule.megatron.replace(_OURS, f"{ours}.transformer_layer"),
-        )
-        for rule in rules
-        if "{layer}" in rule.hugging_face
-    ]
     return (
         Rule(f"{theirs}.enorm.weight", f"{ours}.enorm.weight"),
         Rule(f"{theirs}.hnorm.weight", f"{ours}.hnorm.weight"),
         Rule(f"{theirs}.eh_proj.weight", f"{ours}.eh_proj.weight"),
-        *of_layer,
+        *inner_layer(rules, theirs),
         Rule(f"{theirs}.{final_norm}.weight", f"{ours}.final_layernorm.weight"),
     )
 
@@ -157,19 +148,25 @@ def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
             Rule(f"mtp.{their_name}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
             for their_name, other in named.items()
         ),
-        *rules_of_further_token(rules),
+        *inner_layer(rules, ours),
     )
 
 
-def rules_of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules of a decoder layer for use in such an MTP layer."""
+def inner_layer(rules: Sequence[Rule], theirs: str) -> tuple[Rule, ...]:
+    """Return the rules of the decoder layer inside an MTP layer.
+
+    Args:
+        rules: rules of a decoder, of which those of its layers apply.
+        theirs: the layer's name in Hugging Face.
+    """
     return tuple(
         replace(
             rule,
-            hugging_face=rule.hugging_face.replace("model.layers.{layer}", "mtp.layers.{step}"),
+            hugging_face=rule.hugging_face.replace(_THEIRS, theirs),
             megatron=rule.megatron.replace(_OURS, "mtp.layers.{step}.transformer_layer"),
         )
         for rule in rules
+        if "{layer}" in rule.hugging_face
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from typing_extensions import override
@@ -55,15 +54,7 @@ def _mtp_layers() -> tuple[Rule, ...]:
             Rule(f"{theirs}.{their_name}.weight", f"{ours}.{other}.weight", swapped=their_name == "input_proj")
             for their_name, other in _MTP_LAYER.items()
         ),
-        *(
-            replace(
-                rule,
-                hugging_face=rule.hugging_face.replace("model.layers.{layer}", theirs),
-                megatron=rule.megatron.replace("decoder.layers.{layer}", f"{ours}.transformer_layer"),
-            )
-            for rule in Qwen2.rules
-            if "{layer}" in rule.hugging_face
-        ),
+        *parts.inner_layer(Qwen2.rules, theirs),
     )
 
 

@@ -78,7 +78,7 @@ class Qwen35MoE(WithOneFurtherToken):
         *parts.OUTPUT,
         *parts.one_further_token((*ATTENTION, *EXPERTS, *parts.MLP_NORM)),
     )
-    read_rules = (*parts.STACKED_EXPERTS, *parts.rules_of_further_token(parts.STACKED_EXPERTS))
+    read_rules = (*parts.STACKED_EXPERTS, *parts.inner_layer(parts.STACKED_EXPERTS, "mtp.layers.{step}"))
     without_effect = ("mamba_ssm_dtype", "intermediate_size")
     settings = (
         *(size for size in SIZES if size.keys != ("intermediate_size",)),

@@ -63,11 +63,11 @@ def account_of(
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    unread = checkpoint.unread(objects=elements)
+    unread = checkpoint.files.unread(objects=elements)
     names = {item.key for item in unread}
     left: dict[str, int] = {}
     keys: dict[str, set[str]] = {}
-    for part in checkpoint.stored_parts():
+    for part in checkpoint.files.stored_parts():
         if names and not names.isdisjoint((part.tensor, part.tensor.rpartition("/shard_")[0])):
             continue
         if leaves_out(part.kind):
@@ -94,7 +94,7 @@ def account_of_load(checkpoint: CheckpointView) -> Account:
         CheckpointError: the checkpoint is damaged.
     """
     read = sum(len(checkpoint.names(kind)) for kind in checkpoint.kinds())
-    return Account(compared=read, not_looked_at=tuple(checkpoint.unread(objects=False)))
+    return Account(compared=read, not_looked_at=tuple(checkpoint.files.unread(objects=False)))
 
 
 def together(accounts: Iterable[Account]) -> Account:

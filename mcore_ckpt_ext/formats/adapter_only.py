@@ -11,9 +11,11 @@ from mcore_ckpt_ext.families.passed_arguments import with_passed
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_name, to_bridge_name
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.planning.plan import named_tensor
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.adapters import Adapters
@@ -29,7 +31,7 @@ def has_adapters_alone(checkpoint: CheckpointView) -> bool:
 
 def adapters_on_model(checkpoint: CheckpointView, model: CheckpointView) -> CheckpointView:
     """Attach the model, stored in another folder, to a checkpoint that contains only adapters."""
-    return replace(checkpoint, base_model=model)
+    return replace(checkpoint, composition=replace(checkpoint.composition, base_model=model))
 
 
 def with_bridge_names(checkpoint: CheckpointView) -> CheckpointView:
@@ -38,7 +40,7 @@ def with_bridge_names(checkpoint: CheckpointView) -> CheckpointView:
     if not any(map(is_swift_name, names)):
         return checkpoint
     view = renamed(checkpoint, {name: to_bridge_name(name) for name in names})
-    return replace(view, adapters_by_rank=True)
+    return replace(view, composition=replace(view.composition, adapters_by_rank=True))
 
 
 def check_names(checkpoint: CheckpointView, target: Target) -> None:
@@ -55,14 +57,14 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
     if adapter_names and not target.holds_adapters:
         raise UnsupportedCheckpointError(
             f"adapters are not written as {target.name}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="--to torch_dist for the loop that wrote them, --to hf for peft",
         )
     if target.for_bridge and any(map(is_swift_name, adapter_names)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge",
             found=join_some(adapter_names, 2),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="convert in two steps: first with --to hf, then the PEFT folder with --to torch_dist --for bridge",
         )
 
@@ -79,24 +81,24 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: M
         UnsupportedCheckpointError: no family fits, or several do.
         UsageError: arguments are passed for a model that is described completely, or are none of Megatron's.
     """
-    if checkpoint.base_model is not None:
-        return fit_of_adapters(checkpoint.base_model, family, passed)
-    if (fit := checkpoint.format_reader.fit) is not None:
+    if checkpoint.composition.base_model is not None:
+        return fit_of_adapters(checkpoint.composition.base_model, family, passed)
+    if (fit := checkpoint.format.reader.fit) is not None:
         if passed:
             raise UsageError(
                 "the arguments of this model are those of its config.json",
                 found=f"--argument {sorted(passed)[0]}",
-                where=str(checkpoint.folder),
+                where=str(checkpoint.files.folder),
                 hint="leave the option out",
             )
         return fit
     # All families are imported, which takes longer than to open most checkpoints.
     from mcore_ckpt_ext.families.recognition import family_of_megatron
 
-    where = str(checkpoint.folder)
-    model = complete(with_passed(checkpoint.arguments, passed, where))
+    where = str(checkpoint.files.folder)
+    model = complete(with_passed(checkpoint.job.arguments(), passed, where))
     # No adapter depends on the vocabulary size.
-    model = model.replace(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
+    model = model.replace(vocab_size=checkpoint.job.tokens or vocabulary_rows(checkpoint) or 1)
     others = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
     return family_of_megatron(model, others or None, family, None, where)
 
@@ -110,6 +112,8 @@ def adapters_in(checkpoint: CheckpointView, fit: Fit) -> Adapters:
     from mcore_ckpt_ext.families.adapters import adapters_of
 
     adapter_names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
-    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in adapter_names}
-    ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor
-    return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks, by_rank=checkpoint.adapters_by_rank)
+    shapes = {name: named_tensor(checkpoint, WEIGHT, name).shape for name in adapter_names}
+    ranks = None if "tensor" in checkpoint.job.layout.unknown else checkpoint.job.layout.tensor
+    return adapters_of(
+        fit.family.tensors(fit.arguments), shapes, ranks, by_rank=checkpoint.composition.adapters_by_rank
+    )

@@ -17,7 +17,7 @@ _BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.wei
 def ordered_by_size(checkpoint: CheckpointView, running: JobArguments | None = None) -> list[str]:
     """Return such adapters' names (see `ordered_by_rank`); `running`: the live job's arguments, if any."""
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
-    jobs = [job for job in (checkpoint.arguments, running) if job is not None]
+    jobs = [job for job in (checkpoint.job.arguments(), running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
     if not any(job.is_set(name) for job in jobs for name in _GATED):
         gated = any(map(is_swift_name, names))  # ms-swift may not store these arguments; nearly all models have gates
@@ -35,8 +35,8 @@ def about_order(checkpoint: CheckpointView) -> list[str]:
     if not adapters:
         return []
     return [
-        f"resume under TP{checkpoint.layout.tensor} only: {loop_of(adapters)} reads the rows of some adapters wrongly "
-        f"under another tensor parallel size: {join_some(adapters, 1)}"
+        f"resume under TP{checkpoint.job.layout.tensor} only: {loop_of(adapters)} reads the rows of some adapters "
+        f"wrongly under another tensor parallel size: {join_some(adapters, 1)}"
     ]
 
 
@@ -46,10 +46,10 @@ def about_norms(checkpoint: CheckpointView, who: str) -> list[str]:
     `who`: the words before "another model" in the message.
     """
     names = [name for name in checkpoint.names(WEIGHT) if name.endswith(_BY_COLUMNS)]
-    if not names or "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor == 1:
+    if not names or "tensor" in checkpoint.job.layout.unknown or checkpoint.job.layout.tensor == 1:
         return []
     # `DoRALinear._get_weight_norm` (peft/dora_layers.py, megatron-bridge 0.3.1).
     return [
-        f"under {checkpoint.layout} Megatron-Bridge divided {join_some(names, 1)} by norms of each rank's columns "
+        f"under {checkpoint.job.layout} Megatron-Bridge divided {join_some(names, 1)} by norms of each rank's columns "
         f"alone: {who} another model than the one that was trained"
     ]

@@ -33,15 +33,15 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
         UsageError: the user's alpha differs from the stored one.
         UnsupportedCheckpointError: alpha is neither stored nor passed, or it is zero or not a finite number.
     """
-    settings: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
-    args = checkpoint.arguments.raw
+    settings: Mapping[str, Any] = (run_config_of(checkpoint.files.folder) or {}).get("peft") or {}
+    args = checkpoint.job.arguments().raw
     stored = settings["alpha"] if settings.get("alpha") is not None else args.get("lora_alpha")
     if alpha is not None and stored is not None and alpha != stored:
         raise UsageError(
             "the checkpoint stores the alpha of its adapters",
             found=f"--lora-alpha {alpha}",
             expected=f"alpha {stored}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="leave the option out",
         )
     effective_alpha = alpha if stored is None else stored
@@ -55,9 +55,9 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
             "the alpha of the adapters is missing or invalid",
             found="no alpha in the checkpoint" if effective_alpha is None else f"alpha: {effective_alpha!r}",
             expected="a number, not 0",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint=f"set lora_alpha in {ADAPTER}"
-            if is_peft(checkpoint.folder)
+            if is_peft(checkpoint.files.folder)
             else "pass the one used in training: --to hf --lora-alpha N",
         )
     dropout = settings.get("dropout", args.get("lora_dropout"))

@@ -213,7 +213,7 @@ def companion_notes(taken: Mapping[str, bytes], checkpoint: CheckpointView) -> l
         taken: the files that are copied, by name.
         checkpoint: the checkpoint that contains them.
     """
-    refused = refused_auxiliary_files(checkpoint.folder, checkpoint.files.auxiliary_files_below)
+    refused = refused_auxiliary_files(checkpoint.files.folder, checkpoint.files.auxiliary_files_below)
     notes = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
     notes += _code_notes(taken)
     return notes + [f"not copied: {name}: {why}" for name, why in refused.items()]

@@ -67,7 +67,7 @@ def open_checkpoint(
 
     Example:
         >>> checkpoint = open_checkpoint("run")
-        >>> checkpoint.iteration, str(checkpoint.layout), checkpoint.optimizer_format
+        >>> checkpoint.job.iteration(), str(checkpoint.job.layout), checkpoint.optimizer.format()
         (4, 'TP2 x PP2 x DP2', 'dp_reshardable')
         >>> checkpoint.kinds()
         ('weight', 'fp32_param', 'exp_avg', 'exp_avg_sq')
@@ -88,7 +88,7 @@ def open_checkpoint(
                 return _with_weights(stored, source, order_sources, facts)
             except ProofError:
                 # The optimizer may use the parameter names of the other layer spec.
-                other = source.format_reader.other_layer_spec
+                other = source.format.reader.other_layer_spec
                 if other is None:
                     raise
                 source = open_checkpoint(weights, family=family, transformer_impl=other)
@@ -114,7 +114,7 @@ def _with_weights(
     checkpoint = open_checkpoint(stored.folder, order_sources=order_sources, facts=facts, index=stored)
     if has_adapters_alone(checkpoint):
         return adapters_on_model(checkpoint, source)
-    return checkpoint.with_weights_of(source)
+    return checkpoint.format.with_weights_of(source)
 
 
 def _unknown(folder: Path) -> CheckpointError:

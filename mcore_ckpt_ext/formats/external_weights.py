@@ -17,13 +17,14 @@ from mcore_ckpt_ext.layout.local_parameters import newest_cut
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.planning.plan import named_tensor
 
 NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoint: --weights FOLDER"
 
 
 def described_by_model(source: CheckpointView) -> dict[str, Any]:
     """Return the arguments of a checkpoint's model; its layout and job may differ from the optimizer's."""
-    arguments = source.arguments
+    arguments = source.job.arguments()
     model_arguments = {name: arguments.value(name) for name in MODEL_ARGUMENTS if arguments.is_set(name)}
     embeddings = source.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
     return {**model_arguments, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else model_arguments
@@ -37,7 +38,7 @@ def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[st
     """
     weights = {}
     for name in source.names(WEIGHT):
-        tensor = source.named_tensor(WEIGHT, name)
+        tensor = named_tensor(source, WEIGHT, name)
         cut = None
         with contextlib.suppress(UnsupportedCheckpointError):
             cut = newest_cut(name, tensor.shape, arguments)
@@ -53,16 +54,16 @@ def check_external_weights(source: CheckpointView, checkpoint: CheckpointView) -
         UnsupportedCheckpointError: the folder cannot contain all weights of the optimizer.
         ModelMismatchError: the optimizer's job trained another model than the folder describes.
     """
-    if checkpoint.names(WEIGHT) or checkpoint.optimizer_format is None:
+    if checkpoint.names(WEIGHT) or checkpoint.optimizer.format() is None:
         raise UsageError(
             "--weights applies only to an optimizer that is stored without weights",
             found="a checkpoint with its own weights" if checkpoint.names(WEIGHT) else "no optimizer",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="leave --weights out",
         )
     if not source.names(WEIGHT):
-        raise UsageError("the folder of --weights has no weights", where=str(source.folder), hint=NAME_THEM)
-    if mismatch := source.format_reader.mismatch_with(checkpoint.arguments):
+        raise UsageError("the folder of --weights has no weights", where=str(source.files.folder), hint=NAME_THEM)
+    if mismatch := source.format.reader.mismatch_with(checkpoint.job.arguments()):
         raise mismatch
 
 
@@ -75,7 +76,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
         UnsupportedCheckpointError: nothing can verify that they belong together.
         ProofError: they do not belong together.
     """
-    state = checkpoint.optimizer
+    state = checkpoint.optimizer.state()
     try:
         for buffers in state.buffers:
             for group in buffers.groups.values():
@@ -86,11 +87,11 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
         weight = checkpoint.logical_tensor(WEIGHT, name)
         master = state.logical_tensor(FP32_PARAM, name)
         is_weight = any(stored.extent.file.startswith(f"{folder}/") for stored in state.stored(FP32_PARAM, name))
-        if master is None or is_weight or checkpoint.masters_are_derived(name):
+        if master is None or is_weight or checkpoint.optimizer.masters_are_derived(name):
             raise UnsupportedCheckpointError(
                 "the weights of another folder cannot be verified against this optimizer",
                 found=f"no master of {name} that is stored independently of its weight",
-                where=str(checkpoint.folder),
+                where=str(checkpoint.files.folder),
                 hint="resume a job from it, which relies on the live model; or save once with the weights",
             )
         if weight is None or weight.shape != master.shape:
@@ -103,8 +104,8 @@ def other_weights_error(found: str, checkpoint: CheckpointView, folder: Path) ->
     return ProofError(
         "the weights do not belong to this optimizer, or it was written under another layout",
         found=found,
-        expected=f"the weights of {folder}, written under {checkpoint.layout}",
-        where=str(checkpoint.folder),
+        expected=f"the weights of {folder}, written under {checkpoint.job.layout}",
+        where=str(checkpoint.files.folder),
         hint="pass the weights of the same step; if the job padded its vocabulary, from a Megatron checkpoint "
         "(a Hugging Face folder has no padding); if the layout is unknown, "
         "--source-tensor-model-parallel-size N and so on",

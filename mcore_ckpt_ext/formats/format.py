@@ -18,6 +18,7 @@ from mcore_ckpt_ext.formats.target import Target
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
     from mcore_ckpt_ext.formats.laid_out import OutputPlan
+    from mcore_ckpt_ext.formats.listing import Listing
     from mcore_ckpt_ext.formats.open_options import OpenOptions
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
@@ -36,6 +37,8 @@ class Format:
         writer: the function that lays out the files of a conversion, as `module:function`.
         reader_arguments: the function that returns the arguments of the job that will read a conversion, as
             `module:function`; empty if the files do not depend on its layout.
+        lister: the function that lists the tensors and damaged files of a folder of weights without their model, as
+            `module:function`; empty if opening a folder already checks its files.
         takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can pass them.
         is_adapter_folder: whether its folders contain adapters without their model.
         is_iteration: whether its folders are iterations of a run, with a tracker file in the run folder.
@@ -48,6 +51,7 @@ class Format:
     target: type[Target] | None = None
     writer: str = ""
     reader_arguments: str = ""
+    lister: str = ""
     takes_facts: bool = False
     is_adapter_folder: bool = False
     is_iteration: bool = True
@@ -99,6 +103,13 @@ class Format:
             return None
         arguments: JobArguments = _imported(self.reader_arguments)(checkpoint, target)
         return arguments
+
+    def list_tensors(self, folder: Path) -> Listing | None:
+        """List the tensors and damaged files of a folder; None if opening it already checks its files."""
+        if not self.lister:
+            return None
+        listing: Listing = _imported(self.lister)(folder)
+        return listing
 
     def files_to_replace(self, folder: Path) -> tuple[str, ...]:
         """Return regular expressions that match the files of a folder in the format.

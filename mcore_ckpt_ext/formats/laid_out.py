@@ -12,6 +12,7 @@ from mcore_ckpt_ext.formats.adapter_order import about_order
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, companion_notes
 from mcore_ckpt_ext.formats.target import Target, installed_version, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_name
 
@@ -43,11 +44,11 @@ def check_iteration(checkpoint: CheckpointView, target: Target) -> None:
     Raises:
         UnsupportedCheckpointError: that version cannot build the model, or the format cannot hold its adapters.
     """
-    if why := checkpoint.unbuildable(version_number(target.megatron_version)):
+    if why := checkpoint.job.unbuildable(version_number(target.megatron_version)):
         raise UnsupportedCheckpointError(
             "that version of Megatron builds no such model",
             found=why,
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="write for an earlier one: --megatron-version 0.18.0",
         )
     check_names(checkpoint, target)
@@ -61,9 +62,13 @@ def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> Out
         target: the format to write.
         output: the iteration's own files, named within its folder.
     """
-    folder = RELEASE if checkpoint.is_release else iteration_name(checkpoint.iteration)
-    output = with_notes(output, [*checkpoint.notices(), *about_order(checkpoint)], _version_notes(target))
-    return OutputPlan(_below(_with_companions(output, checkpoint), folder), folder, checkpoint.carried_kinds())
+    folder = RELEASE if checkpoint.job.is_release else iteration_name(checkpoint.job.iteration())
+    output = with_notes(
+        output, [*checkpoint.format.notices(checkpoint), *about_order(checkpoint)], _version_notes(target)
+    )
+    return OutputPlan(
+        _below(_with_companions(output, checkpoint), folder), folder, (WEIGHT, *checkpoint.optimizer.carried_kinds())
+    )
 
 
 def with_notes(output: Output, notes: Sequence[str], before: Sequence[str] = ()) -> Output:

@@ -8,29 +8,39 @@ from difflib import get_close_matches
 from typing import Protocol
 
 from mcore_ckpt_ext.errors import UnknownNameError, UsageError, format_value, reraise_as_unreadable
+from mcore_ckpt_ext.formats.parts import Files, Job, StoredOptimizer
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.stored_scales import ProvableSource, check_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import read_slice
 
 
-class ProvenSource(ProvableSource, Source, Protocol):
+class TensorSource(Source, Protocol):
     """The part of a checkpoint's interface that a handle needs."""
+
+    @property
+    def files(self) -> Files:
+        """The stored bytes."""
+
+    @property
+    def job(self) -> Job:
+        """The job that wrote the checkpoint."""
+
+    @property
+    def optimizer(self) -> StoredOptimizer:
+        """The optimizer."""
 
     def names(self, kind: str) -> Sequence[str]:
         """Return the names of all tensors of a kind."""
-
-    def masters_are_derived(self, name: str) -> bool:
-        """Return whether a parameter's masters derive from its weights, so that nothing needs verifying."""
 
 
 @dataclass(frozen=True)
 class TensorHandle:
     """One global tensor of a checkpoint, read lazily."""
 
-    checkpoint: ProvenSource
+    checkpoint: TensorSource
     kind: str
     logical: LogicalTensor
 
@@ -60,7 +70,7 @@ class TensorHandle:
             CheckpointError: the checkpoint is damaged or incomplete, or its packing cannot be recovered.
         """
         requested = self._region(() if region is None else region)
-        with reraise_as_unreadable(self.checkpoint.folder):
+        with reraise_as_unreadable(self.checkpoint.files.folder):
             return self._proven(requested)
 
     def _region(self, selected: object) -> Region:
@@ -94,21 +104,23 @@ class TensorHandle:
 
     def _proven(self, region: Region) -> torch.Tensor:
         values = self._read(self.kind, region)
-        if self.kind != WEIGHT and not self.checkpoint.masters_are_derived(region.name):
+        if self.kind != WEIGHT and not self.checkpoint.optimizer.masters_are_derived(region.name):
             masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, region)
             checkpoint = self.checkpoint
-            check_at_stored_scales(checkpoint, [region.name], checkpoint.master_check, checkpoint.transfer).verify(
+            check_at_stored_scales(
+                checkpoint, [region.name], checkpoint.job.master_check, checkpoint.files.transfer
+            ).verify(
                 masters,
                 self._read(WEIGHT, region),
-                lambda position: f"{region.name}, element {position} of {region}, {self.checkpoint.folder}",
+                lambda position: f"{region.name}, element {position} of {region}, {self.checkpoint.files.folder}",
             )
         return values.view(region.sizes)
 
     def _read(self, kind: str, region: Region) -> torch.Tensor:
-        return read_slice(self.checkpoint, self.checkpoint.transfer, kind, Slice.whole((region,)))
+        return read_slice(self.checkpoint, self.checkpoint.files.transfer, kind, Slice.whole((region,)))
 
 
-def handle_of(checkpoint: ProvenSource, kind: str, name: str) -> TensorHandle:
+def handle_of(checkpoint: TensorSource, kind: str, name: str) -> TensorHandle:
     """Return the handle of one tensor.
 
     Raises:
@@ -121,7 +133,10 @@ def handle_of(checkpoint: ProvenSource, kind: str, name: str) -> TensorHandle:
     if logical is None:
         similar = " or ".join(get_close_matches(name, checkpoint.names(kind))) or None
         raise UnknownNameError(
-            "the checkpoint has no such tensor", found=f"{kind} {name}", expected=similar, where=str(checkpoint.folder)
+            "the checkpoint has no such tensor",
+            found=f"{kind} {name}",
+            expected=similar,
+            where=str(checkpoint.files.folder),
         )
     return TensorHandle(checkpoint, kind, logical)
 

@@ -60,35 +60,35 @@ def merged_view(
         UsageError: the two do not belong together.
         UnsupportedCheckpointError: the weight that an adapter belongs to is unknown.
     """
-    are_together = base.folder.resolve() == adapters.folder.resolve()
+    are_together = base.files.folder.resolve() == adapters.files.folder.resolve()
     if not are_together:
         _check_separate_folders(base, adapters)
-    view, where = without_optimizer(base), adapters.weights
+    view, where = without_optimizer(base), adapters.model.weights()
     if not are_together:
-        reader = OverlayReader(base.reader, adapters.reader)
+        reader = OverlayReader(base.files.reader, adapters.files.reader)
         where = relocated(where, reader.name_of)
         view = replace(view, files=replace(view.files, reader=reader, transfer=Transfer(reader)))
     merged = _merged(base, adapters, where, scaling, fit_of_adapters(base, family, passed))
     sources = [base] if are_together else [base, adapters]
 
-    def unread(objects: bool) -> list[UnreadState]:
-        return [item for source in sources for item in source.unread(objects=objects)]
+    def unread(*, objects: bool = True) -> list[UnreadState]:
+        return [item for source in sources for item in source.files.unread(objects=objects)]
 
     notes = [
-        *replaced_values(base.arguments, passed),
+        *replaced_values(base.job.arguments(), passed),
         f"adapters are merged into {counted(len(merged), 'weight')}, in fp32, and rounded once",
         *about_norms(adapters, "this is"),
     ]
     return replace(
         view,
         model=StoredWeights(
-            lazy(lambda: _merged_weights(base.weights, merged)), lazy(lambda: _base_values(base.sharded_keys()))
+            lazy(lambda: _merged_weights(base.model.weights(), merged)),
+            lazy(lambda: _base_values(base.model.sharded_keys())),
         ),
-        states=replace(view.states, extra=lazy(lambda: _base_values(base.extra_states()))),
-        unread_keys=unread,
-        messages=lambda seen: [*notes, *view.messages(seen)],
-        merged_from=sources,
-        merge_notes=notes,
+        states=replace(view.states, extra=lazy(lambda: _base_values(base.states.extra()))),
+        files=replace(view.files, unread=unread),
+        format=replace(view.format, notices=lambda seen: [*notes, *view.format.notices(seen)]),
+        composition=replace(view.composition, merged_from=sources, merge_notes=notes),
     )
 
 
@@ -111,7 +111,7 @@ def _merged(
         for name, part in parts_of(linear, scaling.scaling_of_rank(linear.rank)):
             _check_shape(base, name, linear.base.regions[0].sizes[1])
             parts.setdefault(name, []).append(part)
-    return {name: Merged(base.weights, where, weight_parts) for name, weight_parts in parts.items()}
+    return {name: Merged(base.model.weights(), where, weight_parts) for name, weight_parts in parts.items()}
 
 
 def _check_separate_folders(base: CheckpointView, adapters: CheckpointView) -> None:
@@ -123,15 +123,15 @@ def _check_separate_folders(base: CheckpointView, adapters: CheckpointView) -> N
     if not all(map(is_adapter, adapters.names(WEIGHT))):
         raise UsageError(
             "the adapters are stored with their own model",
-            found=f"--merge {base.folder}",
-            where=str(adapters.folder),
-            hint=f"pass --merge {adapters.folder}",
+            found=f"--merge {base.files.folder}",
+            where=str(adapters.files.folder),
+            hint=f"pass --merge {adapters.files.folder}",
         )
     if adapter_names := [name for name in base.names(WEIGHT) if is_adapter(name)]:
         raise UsageError(
             "the model to merge into has adapters of its own",
             found=join_some(adapter_names, 2),
-            where=str(base.folder),
+            where=str(base.files.folder),
             hint="merge its own adapters first",
         )
 
@@ -143,6 +143,6 @@ def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
             "a weight is missing, or does not have the shape of its adapter",
             found=str(tensor.shape) if tensor else "no weight",
             expected=counted(columns, "column"),
-            where=f"{name} in {base.folder}",
+            where=f"{name} in {base.files.folder}",
             hint="pass the model that the adapters are for",
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.errors import counted, join_some
+from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block
 from mcore_ckpt_ext.model_space.names import split_layer
@@ -11,41 +12,33 @@ from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_number
 
 
-def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
-    """Return a contradiction between the arguments and the vocabulary's rows; None if they agree."""
-    recorded = checkpoint.arguments.padded_vocab_size
-    rows = checkpoint.vocabulary_rows
-    if recorded is None or recorded == rows:
-        return None
-    stored = counted(rows or 0, "row")
-    return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {stored}, which are used"
-
-
 def contradictions(checkpoint: CheckpointView) -> list[str]:
     """Return contradictions between metadata and stored content."""
     about_vocabulary = vocabulary_contradiction(checkpoint)
     messages = [about_vocabulary] if about_vocabulary else []
     names = checkpoint.names(WEIGHT)
-    count = checkpoint.arguments.num_layers
+    count = checkpoint.job.arguments().num_layers
     block = pipelined_block(names)
     layers = {layer.number for layer, _ in map(split_layer, names) if layer is not None and layer.block == block}
     if layers and count and count != len(layers):
         messages.append(f"the arguments say num_layers {count}, but {len(layers)} are stored")
-    named = iteration_number(checkpoint.folder)
-    if named is not None and "iteration" not in checkpoint.common:
-        messages.append(f"it does not record its iteration: that of its folder, {checkpoint.folder.name}, is used")
-    elif named is not None and named != checkpoint.iteration:
-        messages.append(f"it records iteration {checkpoint.iteration}, but its folder is {checkpoint.folder.name}")
+    folder = checkpoint.files.folder
+    iteration = checkpoint.job.iteration()
+    named = iteration_number(folder)
+    if named is not None and "iteration" not in checkpoint.job.common():
+        messages.append(f"it does not record its iteration: that of its folder, {folder.name}, is used")
+    elif named is not None and named != iteration:
+        messages.append(f"it records iteration {iteration}, but its folder is {folder.name}")
     return messages
 
 
 def general_notices(checkpoint: CheckpointView) -> list[str]:
     """Return notes for a user who converts a checkpoint of any format."""
     notices = contradictions(checkpoint)
-    sidecar_problem = checkpoint.sidecar_problem
-    notices += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
-    state = checkpoint.optimizer if checkpoint.optimizer_format else None
-    if state is not None and checkpoint.sidecar is not None:
+    found_sidecar = checkpoint.job.found_sidecar()
+    notices += [f"{SIDECAR_FILE} is ignored: {found_sidecar.problem}"] if found_sidecar.problem else []
+    state = checkpoint.optimizer.state() if checkpoint.optimizer.format() else None
+    if state is not None and found_sidecar.sidecar is not None:
         doubts = [doubt for buffers in state.buffers for doubt in buffers.sidecar_problems()]
         notices += [f"{SIDECAR_FILE} is ignored: {join_some(doubts, 1)}"] if doubts else []
     if state is not None and PARAM_REMAINDER in state.kinds:

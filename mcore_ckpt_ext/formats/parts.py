@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from mcore_ckpt_ext.formats.description import stored_arguments
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.master_check import MasterCheck, master_check_of
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
 from mcore_ckpt_ext.model_space.names import ShardedKey
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
-from mcore_ckpt_ext.planning.plan import Copies, Source
+from mcore_ckpt_ext.planning.plan import Copies, Source, derivation_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -39,16 +46,25 @@ class Weights(Source, Protocol):
         """Return the parts of a tensor, and the copies of each part."""
 
 
+class UnreadKeys(Protocol):
+    """A function that returns stored keys that this package ignores."""
+
+    def __call__(self, *, objects: bool = True) -> list[UnreadState]:
+        """Return them; with `objects`, also those in small pickled objects."""
+
+
 @dataclass(frozen=True)
 class Files:
-    """The location of the bytes.
+    """The stored bytes.
 
     Attributes:
-        folder: the iteration folder.
+        folder: the `iter_XXXXXXX` or `release` folder.
         reader: reads its files.
         transfer: reads tensors from them.
-        archives: all archives as (file, offset, length).
+        archives: all torch archives as (file, offset, length).
         checked_arrays: all raw arrays in a file that have a known checksum.
+        stored_parts: every stored part of every array and object, from metadata alone.
+        unread: returns stored keys that this package ignores.
         auxiliary_files: small files that belong to the model, such as its tokenizer, by name.
         auxiliary_files_below: the subfolder of the checkpoint that contains them; empty for the checkpoint itself.
     """
@@ -58,6 +74,8 @@ class Files:
     transfer: Transfer
     archives: Callable[[], Iterator[tuple[str, int, int]]]
     checked_arrays: Callable[[], Iterator[RawArray]]
+    stored_parts: Callable[[], Iterator[StoredPart]]
+    unread: UnreadKeys
     auxiliary_files: Callable[[], dict[str, bytes]]
     auxiliary_files_below: str
 
@@ -67,11 +85,11 @@ class StoredWeights:
     """The model.
 
     Attributes:
-        source: its arrays.
+        weights: its arrays.
         sharded_keys: the `torch_dist` array of each name, and its index on the axes of layers and experts.
     """
 
-    source: Callable[[], Weights]
+    weights: Callable[[], Weights]
     sharded_keys: Callable[[], Mapping[str, ShardedKey]]
 
 
@@ -81,7 +99,7 @@ class StoredOptimizer:
 
     Attributes:
         format: the name of the optimizer format, Megatron's where it has one; None without an optimizer.
-        state: its arrays.
+        state: its arrays; raises `UnsupportedCheckpointError` if the format is not supported.
         has_expert_optimizer: whether experts have an optimizer of their own.
         param_groups: the parameter groups as each rank group stored them, with repetitions.
         chained_optimizer_settings: see `FormatReader.chained_optimizer_settings`.
@@ -99,6 +117,18 @@ class StoredOptimizer:
     weights_derived_from_masters: bool
     shows_registration: bool = True
 
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of its arrays; none without an optimizer."""
+        return self.state().kinds if self.format() else ()
+
+    def carried_kinds(self) -> tuple[str, ...]:
+        """Return the kinds from which, with the weights, all others can be derived."""
+        return self.state().carried_kinds if self.format() else ()
+
+    def masters_are_derived(self, name: str) -> bool:
+        """Return whether a parameter's masters and weights derive from each other and need no verification."""
+        return self.weights_derived_from_masters or derivation_of(self.state(), FP32_PARAM, name) is not None
+
 
 @dataclass(frozen=True)
 class Job:
@@ -106,13 +136,14 @@ class Job:
 
     Attributes:
         common: the common state: arguments, iteration, scheduler and the like.
-        arguments: the known arguments.
-        iteration: the training iteration.
+        arguments: the known arguments; raises `UnreadableCheckpointError` if one has an invalid value.
+        iteration: the training iteration; the number in the folder's name if the checkpoint does not record one.
         is_release: whether it is a model to start from, not an iteration of a job (Megatron's `release` folder).
-        vocabulary: the number of tokens without padding, if the format records it.
+        vocabulary: the number of tokens without padding; None if the format does not record it.
         layers: global decoder layers by `[pipeline rank][virtual stage]`, if the format shows them.
-        orders: evidence of the order in which parameters were registered.
-        sidecar: the packing recorded in the sidecar, and why an existing sidecar is not used.
+        models: the local parameters of its ranks, under the names of the format's reader.
+        observed_orders: evidence of the order in which parameters were registered.
+        found_sidecar: the packing recorded in the sidecar, and why an existing sidecar is not used.
         unbuildable: returns why a version of Megatron cannot build this model; None if it can.
     """
 
@@ -122,9 +153,35 @@ class Job:
     is_release: bool
     vocabulary: Callable[[], int | None]
     layers: Callable[[], list[list[range]] | None]
-    orders: Callable[[], Sequence[ParameterOrder]]
-    sidecar: Callable[[], FoundSidecar]
+    models: Callable[[], LocalModels]
+    observed_orders: Callable[[], Sequence[ParameterOrder]]
+    found_sidecar: Callable[[], FoundSidecar]
     unbuildable: Callable[[tuple[int, int]], str | None]
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Megatron's parsed arguments, by name; dtypes as `Dtype`."""
+        return stored_arguments(self.common())
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """The parallel layout."""
+        return ParallelLayout.from_arguments(self.arguments())
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the vocabulary without padding, by the format or the arguments; None if neither has them."""
+        recorded = self.vocabulary()
+        return self.arguments().tokens if recorded is None else recorded
+
+    @cached_property
+    def master_check(self) -> MasterCheck:
+        """The master check for the masters that the checkpoint stores."""
+        return master_check_of(self.arguments())
+
+    def orders(self) -> list[ParameterOrder]:
+        """Return possible registration orders of the parameters, the observed ones first."""
+        return [*self.observed_orders(), *known_orders(self.arguments())]
 
 
 @dataclass(frozen=True)

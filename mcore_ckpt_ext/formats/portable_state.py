@@ -67,11 +67,13 @@ class PortableState:
             arguments: Megatron's arguments of the job that will read it.
             version: the version of Megatron that will read it.
         """
-        stored = {key: value for key, value in checkpoint.common.items() if key not in _NOT_CARRIED}
-        defaults = {"checkpoint_version": _VERSION, "iteration": checkpoint.iteration}
+        stored = {key: value for key, value in checkpoint.job.common().items() if key not in _NOT_CARRIED}
+        defaults = {"checkpoint_version": _VERSION, "iteration": checkpoint.job.iteration()}
         common, notes = _writable({**defaults, **stored}, "the common state")
         common["args"], about_arguments = portable_arguments(arguments, version)
-        states, about_experts = states_of_experts(checkpoint.extra_states(), checkpoint.arguments.num_experts or 0)
+        states, about_experts = states_of_experts(
+            checkpoint.states.extra(), checkpoint.job.arguments().num_experts or 0
+        )
         extra_states, about_extra_states = writable_extra_states(states)
         random_states, about_random_states = _writable_random_states(checkpoint)
         notes += [*about_arguments, *about_experts, *about_extra_states, *about_random_states]
@@ -126,7 +128,7 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
 
 
 def _writable_random_states(checkpoint: CheckpointView) -> tuple[Mapping[tuple[int, ...], Any], list[str]]:
-    states = checkpoint.random_states()
+    states = checkpoint.states.random()
     reason = next((unwritable for state in states.values() if (unwritable := first_unwritable(state))), None)
     if reason is None:
         return states, []

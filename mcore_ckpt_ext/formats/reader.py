@@ -13,21 +13,18 @@ from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, Usage
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
 from mcore_ckpt_ext.formats.description import megatron_arguments, stored_arguments
 from mcore_ckpt_ext.formats.grid import weight_grid
-from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.messages import general_notices
 from mcore_ckpt_ext.formats.open_options import OpenOptions
-from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.traits import FormatTraits
 from mcore_ckpt_ext.formats.unread_state import UnreadState
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
-from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -82,15 +79,6 @@ class FormatReader(FormatTraits, ABC):
         return cls(folder, options.order_sources)
 
     @classmethod
-    def list_tensors(cls, folder: Path) -> Listing | None:
-        """List the tensors and damaged files of a folder of weights, without its model.
-
-        Returns:
-            None if opening a folder already checks its files.
-        """
-        return None
-
-    @classmethod
     def may_be_replaced(cls, folder: Path) -> bool:
         """Return whether this package or Megatron wrote a folder, as far as its files show.
 
@@ -103,19 +91,27 @@ class FormatReader(FormatTraits, ABC):
     def view(self) -> CheckpointView:
         """The checkpoint."""
         return CheckpointView(
-            format=self.format,
-            format_reader=self,
+            format=OpenedFormat(
+                self.format,
+                reader=self,
+                notices=self.notices_of,
+                for_legacy_files=self.for_legacy_files,
+                with_weights_of=self.with_weights_of,
+                with_weights_of_a_job=self.with_weights_of_a_job,
+            ),
             files=Files(
                 self.folder,
                 self.reader,
                 self.transfer,
-                self.archives,
-                self.checked_arrays,
-                self.auxiliary_files,
-                self.auxiliary_files_below,
+                archives=self.archives,
+                checked_arrays=self.checked_arrays,
+                stored_parts=self.stored_parts,
+                unread=self.unread,
+                auxiliary_files=self.auxiliary_files,
+                auxiliary_files_below=self.auxiliary_files_below,
             ),
             model=StoredWeights(lambda: self.weights, self.sharded_keys),
-            trained=StoredOptimizer(
+            optimizer=StoredOptimizer(
                 format=lambda: self.stored_optimizer_format,
                 state=lambda: self.optimizer,
                 has_expert_optimizer=lambda: self.has_expert_optimizer,
@@ -131,18 +127,12 @@ class FormatReader(FormatTraits, ABC):
                 is_release=self.is_release,
                 vocabulary=lambda: self.vocabulary,
                 layers=self.layers,
-                orders=self.parameter_orders,
-                sidecar=lambda: self.found_sidecar,
+                models=lazy(self.models),
+                observed_orders=self.parameter_orders,
+                found_sidecar=lambda: self.found_sidecar,
                 unbuildable=self.unbuildable,
             ),
             states=States(self.extra_states, self.random_states, self.random_state_grid),
-            stored_parts=self.stored_parts,
-            unread_keys=lambda objects: self.unread(objects=objects),
-            messages=self.notices_of,
-            ranks=self.models,
-            for_legacy_files=self.for_legacy_files,
-            with_weights_of=self.with_weights_of,
-            with_weights_of_a_job=self.with_weights_of_a_job,
         )
 
     @property
@@ -223,12 +213,7 @@ class FormatReader(FormatTraits, ABC):
         Raises:
             UnreadableCheckpointError: an argument has an invalid value.
         """
-        return megatron_arguments(stored_arguments(self.common), self.folder, self.sidecar)
-
-    @cached_property
-    def layout(self) -> ParallelLayout:
-        """The parallel layout of the job that wrote the checkpoint."""
-        return ParallelLayout.from_arguments(self.arguments)
+        return megatron_arguments(stored_arguments(self.common), self.folder, self.found_sidecar.sidecar)
 
     @property
     def iteration(self) -> int:
@@ -276,7 +261,7 @@ class FormatReader(FormatTraits, ABC):
             tensor = weights.logical_tensor(WEIGHT, name)
             if tensor is not None:
                 stored[name] = StoredWeight(tensor, weight_grid(weights, name))
-        return LocalModels(stored, self.arguments, self.layout, self.has_expert_optimizer, self.layers())
+        return LocalModels(stored, self.arguments, self.view.job.layout, self.has_expert_optimizer, self.layers())
 
     def layers(self) -> list[list[range]] | None:
         """Return global decoder layers by `[pipeline rank][virtual stage]`.
@@ -332,11 +317,6 @@ class FormatReader(FormatTraits, ABC):
             weights: the specification of each weight, by model-space name.
         """
         return self.view
-
-    @property
-    def sidecar(self) -> Sidecar | None:
-        """The packing recorded in a sidecar; None if no readable one belongs to the checkpoint."""
-        return self.found_sidecar.sidecar
 
     @cached_property
     def found_sidecar(self) -> FoundSidecar:

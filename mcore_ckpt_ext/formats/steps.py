@@ -19,19 +19,19 @@ def check_step(checkpoint: CheckpointView) -> None:
     Raises:
         UnreadableCheckpointError: the stored steps differ.
     """
-    if checkpoint.optimizer_format is None:
+    if checkpoint.optimizer.format() is None:
         return
     by_step: dict[float, str] = {}
     for where, step in _steps(checkpoint):
         by_step.setdefault(step, where)
     if len(by_step) > 1:
-        raise several_steps(by_step, str(checkpoint.folder))
+        raise several_steps(by_step, str(checkpoint.files.folder))
 
 
 def _steps(checkpoint: CheckpointView) -> Iterator[tuple[str, float]]:
-    for number, group in enumerate(checkpoint.param_groups()):
+    for number, group in enumerate(checkpoint.optimizer.param_groups()):
         yield from _number(f"parameter group {number}", group)
-    for number, child in enumerate(checkpoint.chained_optimizer_settings()):
+    for number, child in enumerate(checkpoint.optimizer.chained_optimizer_settings()):
         yield from _number(f"the state of optimizer {number}", inner_state(child).get("state") or {}, "common_step")
 
 

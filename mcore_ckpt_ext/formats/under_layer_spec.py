@@ -32,20 +32,21 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
     Raises:
         UnsupportedCheckpointError: only one of the two specs has a layer of some kind.
     """
-    source_spec = source.arguments.transformer_impl
+    stored_arguments = source.job.arguments()
+    source_spec = stored_arguments.transformer_impl
     of_engine = spec == ENGINE
     if source_spec not in (ENGINE, LOCAL, None):
         raise UnsupportedCheckpointError(
             "the names of this layer spec's parameters in other layer specs are unknown",
             found=source_spec,
             expected=f"{ENGINE} or {LOCAL}",
-            where=str(source.folder),
+            where=str(source.files.folder),
             hint="keep the layer spec: leave --transformer-impl out",
         )
     view = renamed(source, names_under_spec(source.names(WEIGHT), of_engine))
     # Only Transformer Engine has grouped experts; the local spec's grouped experts are one transposed matrix.
-    grouped = bool(source.arguments.moe_grouped_gemm) and of_engine
-    arguments = source.arguments.replace(transformer_impl=spec, moe_grouped_gemm=grouped)
+    grouped = bool(stored_arguments.moe_grouped_gemm) and of_engine
+    arguments = stored_arguments.replace(transformer_impl=spec, moe_grouped_gemm=grouped)
     extra = lazy(lambda: _extra_states(source, view.names(WEIGHT), of_engine))
     return replace(
         view,
@@ -54,9 +55,15 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
             arguments=lambda: arguments,
             unbuildable=lambda version: view.job.unbuildable(version) or unbuildable(view.names(WEIGHT), version),
         ),
-        trained=replace(view.trained, shows_registration=False),
+        optimizer=replace(view.optimizer, shows_registration=False),
         states=replace(view.states, extra=extra),
-        messages=lambda seen: [*view.messages(seen), *_messages(source, view.names(WEIGHT), extra(), spec)],
+        format=replace(
+            view.format,
+            notices=lambda seen: [
+                *view.format.notices(seen),
+                *_messages(source, view.names(WEIGHT), extra(), spec),
+            ],
+        ),
     )
 
 
@@ -77,7 +84,7 @@ def unbuildable(names: Collection[str], version: tuple[int, int]) -> str | None:
 
 def _extra_states(source: CheckpointView, names: list[str], of_engine: bool) -> dict[str, Any]:
     fresh = fresh_extra_states(names, of_engine)
-    stored = source.extra_states().items()
+    stored = source.states.extra().items()
     return {**fresh, **{name: state for name, state in stored if _stays(name, state, fresh, of_engine)}}
 
 
@@ -91,7 +98,7 @@ def _stays(name: str, state: Any, fresh: Mapping[str, Any], of_engine: bool) -> 
 
 def _messages(source: CheckpointView, names: list[str], written: Mapping[str, Any], spec: str) -> list[str]:
     """Return notes for a user of the checkpoint under the other layer spec."""
-    source_states = source.extra_states()
+    source_states = source.states.extra()
     changed = sum(old != new for old, new in zip(source.names(WEIGHT), names, strict=True))
     norms = counted(changed, "norm has another name", "norms have other names")
     messages = [f"for the layer spec {spec}: {norms}"] if changed else []
@@ -101,6 +108,6 @@ def _messages(source: CheckpointView, names: list[str], written: Mapping[str, An
     elif scaled := sum(bool(content_of(state)) for name, state in source_states.items() if written.get(name) is None):
         lost = counted(scaled, "extra state is", "extra states are")
         messages.append(f"{lost} left out, with their fp8 scaling: the local spec has no fp8")
-    if source.arguments.moe_grouped_gemm and spec != ENGINE:
+    if source.job.arguments().moe_grouped_gemm and spec != ENGINE:
         messages.append("the local spec has experts one by one: without --moe-grouped-gemm")
     return messages

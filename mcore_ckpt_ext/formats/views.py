@@ -40,13 +40,17 @@ def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
         view,
         model=replace(
             view.model,
-            source=lazy(lambda: renamed_weights(view.weights, name_map)),
-            sharded_keys=lazy(lambda: name_map.sharded_keys(view.sharded_keys())),
+            weights=lazy(lambda: renamed_weights(view.model.weights(), name_map)),
+            sharded_keys=lazy(lambda: name_map.sharded_keys(view.model.sharded_keys())),
         ),
-        trained=replace(
-            view.trained, state=lazy(lambda: renamed_state(view.optimizer, name_map)), shows_registration=False
+        optimizer=replace(
+            view.optimizer,
+            state=lazy(lambda: renamed_state(view.optimizer.state(), name_map)),
+            shows_registration=False,
         ),
-        job=replace(view.job, orders=lambda: [RenamedOrder(order, name_map) for order in view.job.orders()]),
+        job=replace(
+            view.job, observed_orders=lambda: [RenamedOrder(order, name_map) for order in view.job.observed_orders()]
+        ),
     )
 
 
@@ -62,18 +66,18 @@ def with_layer_form(view: CheckpointView, changes: Mapping[str, Any]) -> Checkpo
     """
     if not changes:
         return view
-    check_layer_form(view.arguments, changes)
-    arguments = view.arguments.replace(**changes)
+    check_layer_form(view.job.arguments(), changes)
+    arguments = view.job.arguments().replace(**changes)
     return replace(
         view,
-        model=replace(view.model, sharded_keys=lazy(lambda: sharded_keys(view.weights.names(), arguments))),
+        model=replace(view.model, sharded_keys=lazy(lambda: sharded_keys(view.model.weights().names(), arguments))),
         job=replace(view.job, arguments=lambda: arguments),
     )
 
 
 def without_optimizer(view: CheckpointView) -> CheckpointView:
     """Return a view of a checkpoint without its optimizer."""
-    return replace(view, trained=replace(view.trained, format=lambda: None))
+    return replace(view, optimizer=replace(view.optimizer, format=lambda: None))
 
 
 def is_before_first_step(view: CheckpointView) -> bool:
@@ -81,9 +85,9 @@ def is_before_first_step(view: CheckpointView) -> bool:
 
     See `optimizers.first_step`.
     """
-    if view.optimizer_format is None or not counts_no_step(scheduler_in(view.common)):
+    if view.optimizer.format() is None or not counts_no_step(scheduler_in(view.job.common())):
         return False
-    return lack_first_moments(view.param_groups()) and set(view.optimizer.kinds) == {FP32_PARAM}
+    return lack_first_moments(view.optimizer.param_groups()) and set(view.optimizer.kinds()) == {FP32_PARAM}
 
 
 def with_first_moments(view: CheckpointView) -> CheckpointView:
@@ -94,14 +98,20 @@ def with_first_moments(view: CheckpointView) -> CheckpointView:
     """
     if not is_before_first_step(view):
         return view
-    state, moments = view.optimizer, moments_of(view.param_groups())
-    trained = replace(
-        view.trained,
+    stored = view.optimizer
+    state = stored.state()
+    moments = moments_of(stored.param_groups())
+    optimizer = replace(
+        stored,
         state=lambda: with_zero_moments(state, moments),
-        param_groups=lambda: with_step_zero(view.param_groups()),
-        chained_optimizer_settings=lambda: [_with_step_zero(child) for child in view.chained_optimizer_settings()],
+        param_groups=lambda: with_step_zero(stored.param_groups()),
+        chained_optimizer_settings=lambda: [_with_step_zero(child) for child in stored.chained_optimizer_settings()],
     )
-    return replace(view, trained=trained, messages=lambda seen: [*view.messages(seen), WITHOUT_STEP])
+    return replace(
+        view,
+        optimizer=optimizer,
+        format=replace(view.format, notices=lambda seen: [*view.format.notices(seen), WITHOUT_STEP]),
+    )
 
 
 def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:

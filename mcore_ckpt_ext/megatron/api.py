@@ -74,7 +74,7 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
     """
     folder = Path(os.fspath(path))
     chunks = unwrapped(model)
-    iteration = agreed("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.iteration, _NONE)[0]
+    iteration = agreed("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.job.iteration(), _NONE)[0]
     settings = live_arguments(chunks, optimizer).raw
     text = packing_recorder().text(lambda: chunks, optimizer, settings, iteration)
 

@@ -205,7 +205,7 @@ def _plan(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
         """Return rank 0's decision, whether `UncheckedLoads` checks a load by Megatron, the data's order."""
         if not is_first_rank() or not serves(optimizer):
             return None
-        arguments = session.checkpoint.arguments
+        arguments = session.checkpoint.job.arguments()
         order = order_in_another_loop(arguments, live_arguments(chunks_of(optimizer), optimizer))
         check_required_order(order, None, session.folder)
         return _decide(session, optimizer, fits), not session.checkpoint.names(WEIGHT), order
@@ -236,7 +236,7 @@ def _fits(session: LoadSession, request: LoadRequest) -> bool:
     if not serves(request.optimizer):
         return True
     with suppress(CheckpointError):
-        index = session.checkpoint.format_reader.index
+        index = session.checkpoint.format.reader.index
         return index is not None and is_stored_alike(request, index)
     return False
 
@@ -251,21 +251,23 @@ def _decide(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
             nothing else can be checked beforehand.
     """
     checkpoint = session.checkpoint
-    if checkpoint.optimizer_format is None:
+    if checkpoint.optimizer.format() is None:
         return LoadDecision(Loop.CORE)
     running = live_arguments(chunks_of(optimizer), optimizer)
     chain = Chain.of(optimizer)
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
-    both = [_spelled_out(arguments) for arguments in (checkpoint.arguments, running)]
+    both = [_spelled_out(arguments) for arguments in (checkpoint.job.arguments(), running)]
     # The order in the buffers, if the sidecar has it, is compared afterwards (`with_order_compared`).
-    by_arrays = checkpoint.sidecar is not None or not checkpoint.layout.unknown.isdisjoint(_PLACING)
+    by_arrays = checkpoint.job.found_sidecar().sidecar is not None or not checkpoint.job.layout.unknown.isdisjoint(
+        _PLACING
+    )
     facts = LoadFacts(
         Loop.CORE,
         megatron_version(),
-        optimizer_format=checkpoint.optimizer_format,
+        optimizer_format=checkpoint.optimizer.format(),
         is_moved=not fits if by_arrays else bool(placement_changes(*both)),
         chain=chain,
-        written=checkpoint.arguments,
+        written=checkpoint.job.arguments(),
         running=running,
         differing_arguments=lambda: _differing_arguments(checkpoint, chain),
         stored_groups=stored_groups(session),
@@ -278,10 +280,10 @@ def _decide(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
 def _differing_arguments(checkpoint: Checkpoint, chain: Chain) -> list[str]:
     """Return the optimizer's arguments that differ from the checkpoint's, if it has them."""
     kinds = {"optimizer_cpu_offload": is_offloaded, "use_precision_aware_optimizer": is_precision_aware}
-    settings = {name: bool(value) for name, value in checkpoint.arguments.raw.items() if name in kinds}
+    settings = {name: bool(value) for name, value in checkpoint.job.arguments().raw.items() if name in kinds}
     differing = [name for name, value in settings.items() if value != any(map(kinds[name], chain.distributed))]
     joins = any(map(keeps_remainders, chain.distributed))
-    index = checkpoint.format_reader.index
+    index = checkpoint.format.reader.index
     if index is not None and has_remainders(index) != joins:
         differing.append("store_param_remainders")
     return differing
@@ -293,18 +295,22 @@ def _is_shifted(checkpoint: Checkpoint) -> bool:
     See `optimizers/workarounds/fully_reshardable_padding.py`. Without weights in the same folder this cannot be seen
     here, and the load is checked afterwards.
     """
-    is_possible = may_be_shifted(checkpoint.optimizer_format) and bool(checkpoint.names(WEIGHT))
+    is_possible = may_be_shifted(checkpoint.optimizer.format()) and bool(checkpoint.names(WEIGHT))
     return is_possible and not _is_as_named(checkpoint)
 
 
 def _is_as_named(checkpoint: Checkpoint) -> bool:
     """Return True if sampled masters match the weights of the same names; a shift affects many of them."""
     with suppress(CheckpointError):  # stock Megatron may support a state that this package does not
-        state = checkpoint.optimizer
+        state = checkpoint.optimizer.state()
         named = checkpoint.names(FP32_PARAM)
         some = named[:: max(1, len(named) // _SAMPLES)]
         return not state.shifted and masters_hold(
-            state, some, checkpoint.weights, checkpoint.transfer, checkpoint.master_check.first_mismatch
+            state,
+            some,
+            checkpoint.model.weights(),
+            checkpoint.files.transfer,
+            checkpoint.job.master_check.first_mismatch,
         )
     return True
 

@@ -64,7 +64,7 @@ def facts_of(session: LoadSession, job: RunningJob, common: Mapping[str, Any] | 
     chain = job.chain
     # Other loops save no arguments.
     is_foreign = common is None or ARGUMENTS not in common
-    written = session.checkpoint.arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))  # type: ignore[index]
+    written = session.checkpoint.job.arguments() if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))  # type: ignore[index]
     check_optimizer_was_saved(written, str(folder))
     facts = LoadFacts(
         Loop.LEGACY,
@@ -113,7 +113,9 @@ def stored_groups(session: LoadSession) -> Callable[[], Sequence[Mapping[str, An
     def groups() -> Sequence[Mapping[str, Any]]:
         param_groups: list[Mapping[str, Any]] = []
         if is_first_rank():
-            attempt(lambda: param_groups.extend(session.checkpoint.param_groups()))  # stock Megatron reports the error
+            attempt(
+                lambda: param_groups.extend(session.checkpoint.optimizer.param_groups())
+            )  # stock Megatron reports the error
         return param_groups
 
     return groups
@@ -131,7 +133,7 @@ def _format_of(session: LoadSession, common: Mapping[str, Any], written: JobArgu
     # A layer-wise optimizer may have a distributed optimizer's label: then the keys decide.
     if not chain.whole or written.use_distributed_optimizer:
         return label
-    return session.checkpoint.optimizer_format if label else unlabeled_format()
+    return session.checkpoint.optimizer.format() if label else unlabeled_format()
 
 
 def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
@@ -149,7 +151,7 @@ def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
 
 def _differing_arguments(session: LoadSession, written: JobArguments, chain: Chain, arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
-        index = session.checkpoint.format_reader.index
+        index = session.checkpoint.format.reader.index
         return index is not None and has_remainders(index)
 
     return differing_arguments(chain, written, kind_named(vars(arguments)), stored_remainders)

@@ -209,7 +209,7 @@ def _opened(session: LoadSession, opened: Checkpoint | None) -> tuple[TorchDistC
     except UnsupportedCheckpointError as error:
         return None, str(error)
     reader = torch_dist_reader(opened)
-    return reader, None if reader is not None else f"a checkpoint in {opened.format}"
+    return reader, None if reader is not None else f"a checkpoint in {opened.format.name}"
 
 
 @dataclass(frozen=True)

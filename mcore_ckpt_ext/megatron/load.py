@@ -164,7 +164,7 @@ class _LoadCall:
 
     def _mathematics(self) -> str:
         """Return what the job computes otherwise than the one that saved, for the summary."""
-        written = self._resume.checkpoint.arguments
+        written = self._resume.checkpoint.job.arguments()
         old, new = map(sizes_of_job, (written, self._resume.running))
         if not written.is_complete or old == new:
             return ""

@@ -179,7 +179,7 @@ def _common_state(scope: Scope, call: Mapping[str, Any], directory: str | None, 
         return _call_megatron(scope, call, directory)
     except (Exception, CheckpointException):
         if directory:
-            _ = session.checkpoint.common
+            _ = session.checkpoint.job.common()
         raise
 
 
@@ -188,10 +188,10 @@ def lacks_random_states(session: LoadSession, arguments: Any, written: JobArgume
     if not grid_may_differ(arguments) or not is_first_rank():
         return False
     checkpoint = session.checkpoint
-    if checkpoint.format_reader.index is None:
+    if checkpoint.format.reader.index is None:
         return False
-    settings = (written or checkpoint.arguments).raw
-    return random_states_are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), settings)
+    settings = (written or checkpoint.job.arguments()).raw
+    return random_states_are_lacking(checkpoint.states.random_grid(), arguments, megatron_version(), settings)
 
 
 def refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | None) -> None:

@@ -10,6 +10,7 @@ from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.megatron.energon_states import SavedStates, add_loader_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
@@ -130,7 +131,7 @@ def _account_data(resume: MegatronResume) -> _Account | None:
     if session is None or session.folder.name == RELEASE:
         return None
     try:
-        written = session.checkpoint.arguments
+        written = session.checkpoint.job.arguments()
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
     order, states = add_loader_states(data_order(written, resume.running), written, resume.running, session.folder.name)
@@ -144,7 +145,7 @@ def _take_data(resume: MegatronResume, performer: Any, accounts: Sequence[_Accou
 
 
 def _check_tokens_of_open(resume: MegatronResume) -> None:
-    resume.vocabulary_rows = resume.checkpoint.vocabulary_rows
+    resume.vocabulary_rows = vocabulary_rows(resume.checkpoint)
     check_new_tokens(resume)
 
 

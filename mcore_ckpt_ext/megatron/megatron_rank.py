@@ -107,7 +107,7 @@ class MegatronRank(LiveRank):
         is_presented = resume.is_presented
         grid = requested_grid(arguments, megatron_version())
         is_lacking = assessment is not None and assessment.decision.omits_random_states
-        self.starts_random_states = checkpoint.random_state_grid() != grid or is_lacking
+        self.starts_random_states = checkpoint.states.random_grid() != grid or is_lacking
         less = {
             "no_load_optim": True,
             "no_load_rng": self.starts_random_states or arguments.no_load_rng,

@@ -17,6 +17,7 @@ import torch
 from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import ResumeRefusedError, counted
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
 from mcore_ckpt_ext.settings import NEW_TOKENS
@@ -47,10 +48,10 @@ def stored_vocabulary_rows(checkpoint: CheckpointView, arguments: Any) -> int | 
     The checkpoint's arguments are cheap to read; its index is parsed only if they do not decide.
     """
     count = token_count(arguments)
-    recorded = checkpoint.arguments.padded_vocab_size
+    recorded = checkpoint.job.arguments().padded_vocab_size
     if count is None or (recorded is not None and recorded >= count):
         return None
-    return checkpoint.vocabulary_rows
+    return vocabulary_rows(checkpoint)
 
 
 def new_tokens(rows: int | None, arguments: Any) -> range:

@@ -79,12 +79,12 @@ def reasons_to_present(session: LoadSession, arguments: Any, version: tuple[int,
     """
     checkpoint = session.checkpoint
     try:
-        if not checkpoint.format_reader.loading.by_rank:
+        if not checkpoint.format.reader.loading.by_rank:
             later = f", written by Megatron {STORES_COMMON_STATE_AS_OBJECT.since} or later"
-            return [f"the format {checkpoint.format}{later if lacks_common_file(session.folder, version) else ''}"]
-        changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
+            return [f"the format {checkpoint.format.name}{later if lacks_common_file(session.folder, version) else ''}"]
+        changes = placement_changes(checkpoint.job.arguments(), JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in none of the files that the distributed optimizer would open.
-        written = checkpoint.arguments.use_distributed_optimizer
+        written = checkpoint.job.arguments().use_distributed_optimizer
         return changes if written or not getattr(arguments, _DISTRIBUTED, False) else [*changes, _DISTRIBUTED]
     finally:
-        checkpoint.reader.close()
+        checkpoint.files.reader.close()

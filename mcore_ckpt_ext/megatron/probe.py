@@ -103,7 +103,7 @@ def _read(session: LoadSession | None, read: Callable[[LoadSession], Result], ot
 
 def _is_moved(session: LoadSession, arguments: Any) -> bool:
     """Return True if the layout differs from the checkpoint's, so that this package reads tensors."""
-    return bool(placement_changes(session.checkpoint.arguments, JobArguments.of(vars(arguments))))
+    return bool(placement_changes(session.checkpoint.job.arguments(), JobArguments.of(vars(arguments))))
 
 
 def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:

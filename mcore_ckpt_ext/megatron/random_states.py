@@ -94,7 +94,7 @@ def lacks_requested_states(session: LoadSession, tree: Any) -> bool:
 
 def _stored_grid(session: LoadSession) -> tuple[int, ...] | None:
     with suppress(CheckpointError):  # Megatron reports a folder that it cannot load
-        return session.checkpoint.random_state_grid()
+        return session.checkpoint.states.random_grid()
     return None
 
 

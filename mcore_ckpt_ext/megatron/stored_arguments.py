@@ -33,9 +33,9 @@ def wrap_load_args(original: Function) -> Function:
         if session is None or LegacyCheckpoint.recognizes(session.folder):
             return original(*positional, **keywords)
         checkpoint = session.checkpoint
-        state = {**checkpoint.common, "args": Namespace(**checkpoint.args)}
+        state = {**checkpoint.job.common(), "args": Namespace(**checkpoint.job.args)}
         base_checkpoint = as_base_checkpoint(
-            scope, with_torch_dtypes(state), session.folder, is_release=checkpoint.is_release
+            scope, with_torch_dtypes(state), session.folder, is_release=checkpoint.job.is_release
         )
         with overridden(scope, _load_base_checkpoint=lambda *_, **__: base_checkpoint):
             return original(*positional, **keywords)

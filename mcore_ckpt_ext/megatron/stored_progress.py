@@ -48,11 +48,11 @@ def missing_progress(session: LoadSession) -> tuple[str, ...]:
     stored = format_of(session.folder, session.index)
     if stored is None or not (stored.reader_class.is_loaded_as_stored or stored.name in (LEGACY, ZARR)):
         return ()
-    missing = tuple(_missing(session.checkpoint.common))
+    missing = tuple(_missing(session.checkpoint.job.common()))
     if session.folder.name == RELEASE:
         return tuple(name for name in missing if name == _VERSION)
     # A save without the optimizer is without the schedule, too: that it has no optimizer is the reason to name.
-    if session.checkpoint.arguments.raw.get("no_save_optim"):
+    if session.checkpoint.job.arguments().raw.get("no_save_optim"):
         return tuple(name for name in missing if name in (_VERSION, _ITERATION))
     return missing
 

@@ -27,12 +27,12 @@ class BlockReader:
 
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
-        self._master_check = checkpoint.master_check
-        self._derives_weights = checkpoint.weights_derived_from_masters
+        self._master_check = checkpoint.job.master_check
+        self._derives_weights = checkpoint.optimizer.weights_derived_from_masters
         self._source = cached(checkpoint)
-        self._checksums = Checksums(checkpoint.reader)
+        self._checksums = Checksums(checkpoint.files.reader)
         # One thread, because the caller reads several records at once.
-        self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1, checksums=self._checksums)
+        self._transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1, checksums=self._checksums)
         self._accept_lost = accept_lost
         self._lock = threading.Lock()
 

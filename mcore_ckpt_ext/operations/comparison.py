@@ -109,7 +109,7 @@ def _comparison(
     team: Communicator,
 ) -> Comparison:
     common_kinds = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
-    if any(side.checkpoint.format_reader.is_model_folder for side in sides):
+    if any(side.checkpoint.format.reader.is_model_folder for side in sides):
         common_kinds = [kind for kind in common_kinds if all(kind in side.kinds for side in sides)]
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in common_kinds]):
         raise UsageError(
@@ -131,7 +131,7 @@ def _comparison(
 
     results = Workers(team, workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))
     accounts = [_account(side, chosen, kinds) for side in sides]
-    of_model = any(side.checkpoint.format_reader.is_model_folder for side in sides)
+    of_model = any(side.checkpoint.format.reader.is_model_folder for side in sides)
     counted = kinds or ([*chosen, OTHER] if of_model else ())
     missed = sum(_is_missed(item, counted) for account in accounts for item in account.not_looked_at)
     differing = [_differing_copies(side, chosen, team) for side in sides]
@@ -139,8 +139,8 @@ def _comparison(
     equal = all(comparison.equal for comparison in compared) and not (missed or any(differing))
     return Comparison(
         schema=SCHEMA,
-        a=str(sides[0].checkpoint.folder),
-        b=str(sides[1].checkpoint.folder),
+        a=str(sides[0].checkpoint.files.folder),
+        b=str(sides[1].checkpoint.files.folder),
         equal=equal,
         tensors_equal=equal,
         settings_equal=None,
@@ -179,7 +179,7 @@ def _differing_copies(side: _Side, kinds: Sequence[str], team: Communicator) -> 
 
 def _account(side: _Side, chosen: Sequence[str], kinds: Sequence[str] | None) -> Account:
     """Return what was compared of one checkpoint; derived kinds are compared with their sources."""
-    left = set(side.checkpoint.carried_kinds()) - {*chosen}
+    left = {WEIGHT, *side.checkpoint.optimizer.carried_kinds()} - {*chosen}
     why = "of another kind than those to compare" if kinds is not None else "the other side has none"
     return account_of(side.checkpoint, leaves_out=left.__contains__, why=why)
 
@@ -192,7 +192,9 @@ def _is_missed(item: UnreadState, counted: Sequence[str]) -> bool:
 
 def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
     """Return True if a kind is compared by default: not if one side has it only to derive another kind."""
-    return all(kind in side.kinds for side in sides) or any(kind in side.checkpoint.carried_kinds() for side in sides)
+    return all(kind in side.kinds for side in sides) or any(
+        kind in (WEIGHT, *side.checkpoint.optimizer.carried_kinds()) for side in sides
+    )
 
 
 def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Where | None) -> tuple[_Side, _Side]:
@@ -210,17 +212,17 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
     for index, path in enumerate((a, b)):
         this = opened[index]
         other = opened[1 - index]
-        if this.format_reader.is_model_folder and not other.format_reader.is_model_folder:
+        if this.format.reader.is_model_folder and not other.format.reader.is_model_folder:
             from mcore_ckpt_ext.families.vision_towers import vision_model_type
             from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
             from mcore_ckpt_ext.formats.hugging_face.vision import with_vision_tower
 
-            rows[1 - index] = this.vocabulary
+            rows[1 - index] = this.job.vocabulary()
             if vision_model_type(other.names(WEIGHT)) is not None:
                 opened[index] = with_vision_tower(this)
             elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
-    as_stored = all(checkpoint.format_reader.is_model_folder for checkpoint in opened)  # neither is rounded then
+    as_stored = all(checkpoint.format.reader.is_model_folder for checkpoint in opened)  # neither is rounded then
     of_a = opened[0]
     of_b = with_names_of(opened[1], opened[0])
     return _Side(of_a, rows[0], as_stored), _Side(of_b, rows[1], as_stored)
@@ -233,7 +235,7 @@ class _Side:
         self.checkpoint = checkpoint
         self.rows = rows
         self.source = cached(strip_shifts(checkpoint) if as_stored else checkpoint)
-        self.transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
+        self.transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1)
         self._memory = BlockMemory()
         self.kinds = checkpoint.kinds()
         self._names = {kind: checkpoint.names(kind) for kind in self.kinds}
@@ -244,7 +246,7 @@ class _Side:
     def tensor(self, kind: str, name: str) -> LogicalTensor:
         tensor = self.source.logical_tensor(kind, name)
         if tensor is None:
-            where = f"{kind} {name}, {self.checkpoint.folder}"
+            where = f"{kind} {name}, {self.checkpoint.files.folder}"
             raise UnsupportedCheckpointError("a tensor has no elements", where=where)
         if self.rows and is_in_vocabulary(name) and tensor.shape[0] > self.rows:
             return replace(tensor, shape=(self.rows, *tensor.shape[1:]))

@@ -80,12 +80,12 @@ class ContentCheck:
     ) -> None:
         self.checkpoint = checkpoint
         # One thread, because the caller divides the blocks between threads.
-        self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1, checksums=checksums)
-        self._sources = {WEIGHT: cached(checkpoint.weights)}
+        self._transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1, checksums=checksums)
+        self._sources = {WEIGHT: cached(checkpoint.model.weights())}
         self._memory = BlockMemory()
         self._unreadable = unreadable
         self._digest_tensors = digest_tensors
-        self._optimizer = checkpoint.optimizer if reads_state else None
+        self._optimizer = checkpoint.optimizer.state() if reads_state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
             self._sources |= dict.fromkeys(self._optimizer.kinds, cached(self._optimizer))
@@ -131,7 +131,7 @@ class ContentCheck:
             for kind, tensor in held.items()
             if self._digest_tensors
         }
-        master_check = check_at_stored_scales(self.checkpoint, [name], self.checkpoint.master_check, self._transfer)
+        master_check = check_at_stored_scales(self.checkpoint, [name], self.checkpoint.job.master_check, self._transfer)
         for target in blocks((region,)):
             values = {kind: self._read(kind, target) for kind in held}
             for kind, block in values.items():
@@ -141,7 +141,7 @@ class ContentCheck:
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
-                if self.checkpoint.masters_are_derived(name):
+                if self.checkpoint.optimizer.masters_are_derived(name):
                     report.joined += target.numel
                     continue
                 if (mismatch := master_check.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
@@ -208,7 +208,7 @@ def content_bytes(checkpoint: CheckpointView) -> int:
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
     numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
-    return weights + (numel * 12 if checkpoint.optimizer_format else 0)
+    return weights + (numel * 12 if checkpoint.optimizer.format() else 0)
 
 
 def check_parameters(
@@ -252,14 +252,14 @@ def _compared(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) ->
     if not compared and not joined:
         yield Check(MASTERS, "no master was compared with its weight", done=False)
     if compared:
-        how = "" if checkpoint.master_check is BY_ROUNDING else f", {checkpoint.master_check.relation}"
+        how = "" if checkpoint.job.master_check is BY_ROUNDING else f", {checkpoint.job.master_check.relation}"
         equal = counted(compared, "master equal to its weight", "masters equal to their weights")
         among = f"{compared - wrong:,} of " if wrong else ""
         yield Check(MASTERS, f"{among}{equal}{how}")
     if joined:
-        order_sources = " and ".join(checkpoint.optimizer.order_sources())
+        order_sources = " and ".join(checkpoint.optimizer.state().order_sources())
         message = f"{counted(joined, 'master')} joined from weights and remainders, placed by {order_sources}"
-        if checkpoint.weights_derived_from_masters:
+        if checkpoint.optimizer.weights_derived_from_masters:
             message = f"{counted(joined, 'master')}, stored in place of the weights, which are their roundings"
         yield Check(MASTERS, message)
     if copied := sum(report.copied for report in reports):

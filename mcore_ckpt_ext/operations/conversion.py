@@ -161,19 +161,19 @@ def convert(
     states = state_before(as_path(source))
     with accepting(accept_keys):
         checkpoint = open_source(source, target, model_family, facts, weights, merge)
-    views = checkpoint.merged_from or [checkpoint]
-    folders = [*(view.folder for view in views), *([as_path(weights)] if weights is not None else [])]
+    views = checkpoint.composition.merged_from or [checkpoint]
+    folders = [*(view.files.folder for view in views), *([as_path(weights)] if weights is not None else [])]
     states = {folder: states[folder] if folder in states else folder_state(folder) for folder in folders}
-    with reraise_as_unreadable(checkpoint.folder):
+    with reraise_as_unreadable(checkpoint.files.folder):
         for view in views:
-            check_no_sharded_gates(view.arguments, str(view.folder))
+            check_no_sharded_gates(view.job.arguments(), str(view.files.folder))
         checkpoint, account = resolve_dropped_state(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, model_family)
     output = with_digests(laid_out.output, laid_out.folder)
     inputs = [*folders, as_path(source), *([as_path(merge)] if merge is not None else []), *map(as_path, target.reads)]
     place = checked_destination(destination, inputs, laid_out.folder)
-    reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
-    with reraise_as_unreadable(checkpoint.folder):
+    reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer.format() is not None
+    with reraise_as_unreadable(checkpoint.files.folder):
         lost = _checked_losses(checkpoint, accept_lost) if reads_optimizer else {}
         findings = [*source_findings(checkpoint, with_optimizer=reads_optimizer, incomplete=bool(lost))]
         raise_first_contradiction(checkpoint, (finding for finding in findings if finding.severity == "error"))
@@ -182,14 +182,14 @@ def convert(
     notes = [
         *output.notes,
         *_left_by_offload(checkpoint),
-        *(_left_to_loader(checkpoint.arguments) if laid_out.reads_optimizer else []),
+        *(_left_to_loader(checkpoint.job.arguments()) if laid_out.reads_optimizer else []),
         *(f"{finding.where}: {finding.what}" for finding in findings),
         *(note for folder in states for note in _edited(folder)),
     ]
     block_bytes = _block_bytes(checkpoint, output, memory_limit // workers)
     reader = BlockReader(checkpoint, accept_lost)
     if not dry_run:
-        with reraise_as_unreadable(checkpoint.folder):
+        with reraise_as_unreadable(checkpoint.files.folder):
             notes += _differing_copies(checkpoint, reads_optimizer, team)
         identity = (*_identity_of_sources(states), target, family, accept_lost, sorted(drop), facts)
         execute = RemoteExecution if is_remote(place.path) else LocalExecution
@@ -211,7 +211,9 @@ def convert(
         notes=notes,
         lost=lost,
         account=account,
-        how=checkpoint.master_check.relation if checkpoint.master_check.is_approximate else "round to their weights",
+        how=checkpoint.job.master_check.relation
+        if checkpoint.job.master_check.is_approximate
+        else "round to their weights",
     )
 
 
@@ -251,11 +253,11 @@ def _reorders_elements(checkpoint: CheckpointView, output: Output) -> bool:
 
     For merged weights it is False, because each number takes several times its own memory.
     """
-    if checkpoint.merged_from:
+    if checkpoint.composition.merged_from:
         return False
     is_reordered = any(placed.order is not None for record in output.records for placed in record.content)
     is_reordered = is_reordered or any(record.quantized is not None for record in output.records)
-    return is_reordered or checkpoint.format_reader.is_model_folder
+    return is_reordered or checkpoint.format.reader.is_model_folder
 
 
 def _family_named(name: str) -> Family:
@@ -281,12 +283,12 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
     Raises:
         ProofError: elements are missing, and the user did not accept it.
     """
-    lost = dict(checkpoint.optimizer.lost_elements()) if checkpoint.optimizer_format else {}
+    lost = dict(checkpoint.optimizer.state().lost_elements()) if checkpoint.optimizer.format() else {}
     if lost and not accept_lost:
         raise ProofError(
             "the checkpoint was written damaged: elements of the optimizer are missing",
             found=", ".join(f"{count} of {name}" for name, count in list(lost.items())[:8]),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="use another iteration, or accept the loss: --accept-lost",
         )
     return lost
@@ -294,7 +296,7 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
 
 def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
     """Return a note if ranks hold different copies of one tensor; each process compares its share."""
-    kinds = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,)
+    kinds = (WEIGHT, *checkpoint.optimizer.carried_kinds()) if with_optimizer else (WEIGHT,)
     copies = run_on_all(team, lambda: differing_copies(checkpoint, kinds, (team.rank, team.size)))
     count = total(team, len(copies))
     return [differing_copies_note(copies, count)] if count else []
@@ -302,9 +304,9 @@ def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Co
 
 def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
     """Return a note if copies of the word embeddings differ in the way that CPU offload permits."""
-    if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
+    if not checkpoint.optimizer.format() or not checkpoint.job.arguments().optimizer_cpu_offload:
         return []
-    count = differing_masters(checkpoint.optimizer, checkpoint.transfer)
+    count = differing_masters(checkpoint.optimizer.state(), checkpoint.files.transfer)
     return [differing_masters_note(count)] if count else []
 
 
@@ -316,8 +318,8 @@ def _check_digests(checkpoint: CheckpointView, team: Communicator) -> None:
     """
 
     def own() -> None:
-        for buffers in checkpoint.optimizer.buffers:
-            check_digests(buffers, str(checkpoint.folder), (team.rank, team.size))
+        for buffers in checkpoint.optimizer.state().buffers:
+            check_digests(buffers, str(checkpoint.files.folder), (team.rank, team.size))
 
     run_on_all(team, own)
 

@@ -82,7 +82,7 @@ def _inside(region: Region, shape: tuple[int, ...]) -> bool:
 
 def check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
     """Check all tensors of a kind."""
-    contradicted = _other_precision(checkpoint.arguments) if kind == WEIGHT else None
+    contradicted = _other_precision(checkpoint.job.arguments()) if kind == WEIGHT else None
     for name in checkpoint.names(kind):
         tensor = checkpoint.logical_tensor(kind, name)
         if tensor is None:
@@ -136,13 +136,13 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
 
 def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
     """Check the optimizer's state by name; its packing must be known."""
-    optimizer = checkpoint.optimizer
+    optimizer = checkpoint.optimizer.state()
     for kind in optimizer.kinds:
         yield from check_kind(checkpoint, kind)
     for buffers in optimizer.buffers:
         yield from check_groups(buffers)
     yield from check_parameters_with_state(checkpoint)
-    without = sorted(set(checkpoint.models.weights) - set(optimizer.names()))
+    without = sorted(set(checkpoint.job.models().weights) - set(optimizer.names()))
     for name in without:
         yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
 
@@ -152,13 +152,13 @@ def check_parameters_with_state(checkpoint: CheckpointView) -> Iterator[Finding]
 
     The other parameters and the parameter groups show which kinds belong together.
     """
-    optimizer = checkpoint.optimizer
+    optimizer = checkpoint.optimizer.state()
     weights = set(checkpoint.names(WEIGHT))
     kinds_of: dict[str, frozenset[str]] = {}
     for kind in optimizer.kinds:
         for name in optimizer.names(kind):
             kinds_of[name] = kinds_of.get(name, frozenset()) | {kind}
-    has_lion = any(rule_of(group) == LION for group in checkpoint.param_groups())
+    has_lion = any(rule_of(group) == LION for group in checkpoint.optimizer.param_groups())
     all_kept = set(kinds_of.values()) if not has_lion else set()
     for name, kept in kinds_of.items():
         yield from _check_dtypes(checkpoint, name, kept)
@@ -216,7 +216,7 @@ def raise_first_contradiction(checkpoint: CheckpointView, findings: Iterable[Fin
         raise UnreadableCheckpointError(
             "the checkpoint contradicts itself",
             found=finding.what,
-            where=f"{finding.where}, {checkpoint.folder}",
+            where=f"{finding.where}, {checkpoint.files.folder}",
             hint="use another iteration: this one is damaged, or mixes several checkpoints; to list every "
             "contradiction: mcore-ckpt verify PATH",
         )
@@ -241,7 +241,7 @@ def check_stored_groups(checkpoint: CheckpointView) -> None:
     Raises:
         UnreadableCheckpointError: it does.
     """
-    for buffers in checkpoint.optimizer.buffers:
+    for buffers in checkpoint.optimizer.state().buffers:
         raise_first_contradiction(checkpoint, check_groups(buffers))
 
 

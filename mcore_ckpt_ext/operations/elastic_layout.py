@@ -167,7 +167,7 @@ def choose_for(
         job = JobArguments.of(with_virtual_stages(arguments))
         table = table_of_arguments(job)
     else:
-        job = with_derived_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
+        job = with_derived_arguments(checkpoint, checkpoint.job.arguments().replace(**_stated(checkpoint, arguments)))
         table = table_of(checkpoint, job)
     if job.global_batch_size is None:
         raise UsageError(
@@ -191,9 +191,9 @@ def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict
     """
     if not arguments:
         return {}
-    stated = with_virtual_stages({**checkpoint.arguments.raw, **arguments})
-    saved = checkpoint.layout
-    stated_layout = ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
+    stated = with_virtual_stages({**checkpoint.job.arguments().raw, **arguments})
+    saved = checkpoint.job.layout
+    stated_layout = ParallelLayout.from_arguments(checkpoint.job.arguments().replace(**stated))
     if saved.model_sizes() != stated_layout.model_sizes():
         stated |= {"data_parallel_size": None, "world_size": None}
     return stated

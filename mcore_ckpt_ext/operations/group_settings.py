@@ -14,6 +14,7 @@ from mcore_ckpt_ext.lazy_torch import is_tensor
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.findings import COMPLETE, VALUES, Finding, error, warning
 from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
+from mcore_ckpt_ext.planning.plan import named_tensor
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 # Settings that every parameter group needs, and Adam's groups besides (torch.optim, Transformer Engine's FusedAdam).
@@ -40,12 +41,12 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
         mistyped += [key for key in _SWITCHES if group.get(key) is not None and not isinstance(group[key], bool)]
         problems |= {f"{key} is {format_value(group[key])}": True for key in mistyped} | _odd(group)
     yield from _findings("parameter groups", problems)
-    scheduler = scheduler_in(checkpoint.common)
+    scheduler = scheduler_in(checkpoint.job.common())
     if scheduler is not None:
         wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
         steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
         yield from _findings("scheduler", wrong if _is_number(steps) else {f"num_steps is {format_value(steps)}": True})
-    elif checkpoint.arguments.is_complete:
+    elif checkpoint.job.arguments().is_complete:
         message = "missing: a resume with the optimizer needs one, and is refused"
         yield warning(COMPLETE, "scheduler", message)
 
@@ -57,7 +58,7 @@ def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str
         return
     without: dict[bool, list[str]] = {}
     for name in checkpoint.names(FP32_PARAM):
-        decays = decays_by_rule(name, checkpoint.named_tensor(FP32_PARAM, name).shape, checkpoint.arguments)
+        decays = decays_by_rule(name, named_tensor(checkpoint, FP32_PARAM, name).shape, checkpoint.job.arguments())
         if decays not in there:
             without.setdefault(decays, []).append(name)
     for decays, names in without.items():

@@ -14,9 +14,9 @@ from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import reraise_as_unreadable
 from mcore_ckpt_ext.formats.accounts import account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction
 from mcore_ckpt_ext.job.dimensions import LABELS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -66,11 +66,15 @@ def inspect(
 
 
 def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
-    layout = checkpoint.layout
+    job = checkpoint.job
+    optimizer = checkpoint.optimizer
+    arguments = job.arguments()
+    layout = job.layout
+    sidecar = job.found_sidecar()
     writer = writer_of(checkpoint)
-    grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
+    grid = RankGrid(layout, bool(arguments.use_tp_pp_dp_mapping))
     with_job = has_job(checkpoint, writer)
-    on_disk = file_sizes(checkpoint.folder, skip_forbidden=True)
+    on_disk = file_sizes(checkpoint.files.folder, skip_forbidden=True)
     files = _files(checkpoint, None if writer.converted else grid, on_disk)
     ranks = {file.rank for file in files if file.rank is not None}
     silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks and grid.is_known else ()
@@ -81,35 +85,35 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
     sizes = layout.known_sizes() if with_job else dict.fromkeys(layout.sizes())
     return Inspection(
         schema=SCHEMA,
-        path=str(checkpoint.folder),
-        format=checkpoint.format,
-        iteration=None if checkpoint.is_release else checkpoint.iteration,
+        path=str(checkpoint.files.folder),
+        format=checkpoint.format.name,
+        iteration=None if job.is_release else job.iteration(),
         layout={LABELS.get(name, name): size for name, size in sizes.items()},
         layout_text=str(layout) if with_job else "",
         writer=writer,
-        optimizer_format=checkpoint.optimizer_format,
+        optimizer_format=optimizer.format(),
         optimizer=described(
             [kind for kind, size in by_kind.items() if size and kind not in (WEIGHT, OTHER)],
-            checkpoint.param_groups(),
-            checkpoint.arguments,
+            optimizer.param_groups(),
+            arguments,
         ),
         model=_model(checkpoint),
-        training={} if checkpoint.is_release else _training(checkpoint),
+        training={} if job.is_release else _training(checkpoint),
         bytes_on_disk=sum({**on_disk, **{file.file: file.bytes_on_disk or 0 for file in files}}.values()),
         bytes_by_kind=by_kind,
         files=tuple(files),
         silent_ranks=silent,
-        why_silent=_why_silent(silent, grid, checkpoint.arguments),
+        why_silent=_why_silent(silent, grid, arguments),
         resumptions=tuple(resumptions(checkpoint, writer)),
-        sidecar=checkpoint.sidecar is not None,
-        sidecar_problem=checkpoint.sidecar_problem,
+        sidecar=sidecar.sidecar is not None,
+        sidecar_problem=sidecar.problem,
         tensors=_tensors(checkpoint),
         buffers=_buffers(checkpoint) if buffers else (),
         stages=stages_of(checkpoint, grid) if with_job else (),
         account=account_of(checkpoint, elements=False),
-        described_by=checkpoint.format_reader.described_by,
-        unbelieved=tuple(checkpoint.format_reader.problems),
-        data={} if checkpoint.is_release else data_description(checkpoint.arguments),
+        described_by=checkpoint.format.reader.described_by,
+        unbelieved=tuple(checkpoint.format.reader.problems),
+        data={} if checkpoint.job.is_release else data_description(checkpoint.job.arguments()),
     )
 
 
@@ -134,7 +138,7 @@ def _why_silent(ranks: Sequence[int], grid: RankGrid, arguments: JobArguments) -
 
 def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[str, int]) -> list[StoredFile]:
     files: dict[str, StoredFile] = {}
-    for part in checkpoint.stored_parts():
+    for part in checkpoint.files.stored_parts():
         file = files.get(part.file)
         if file is None:
             file = files[part.file] = _explained(checkpoint, part.file, grid, on_disk.get(part.file))
@@ -151,13 +155,13 @@ def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None, siz
     """Return a file with its place in the layout; `grid`: places of the ranks that wrote files, if known."""
     if size is None:  # missing, or not below the folder
         with suppress(OSError):
-            size = (checkpoint.folder / name).stat().st_size
+            size = (checkpoint.files.folder / name).stat().st_size
     # An absolute path is a file of another job.
     if grid is not None and (match := _DISTCP.match(name)) and not name.startswith("/"):
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
-    if (rank_of_file := checkpoint.format_reader.rank_of(name)) is not None:
-        place = RankGrid(checkpoint.layout).model_place(*rank_of_file)
+    if (rank_of_file := checkpoint.format.reader.rank_of(name)) is not None:
+        place = RankGrid(checkpoint.job.layout).model_place(*rank_of_file)
         return StoredFile(name, None, None, place, size)
     return StoredFile(name, None, None, "", size)
 
@@ -179,10 +183,10 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
         "vocabulary, padded": "padded_vocab_size",
         "layer spec": "transformer_impl",
     }
-    if not checkpoint.format_reader.is_of_job:
+    if not checkpoint.format.reader.is_of_job:
         del names["sequence length"], names["vocabulary, padded"], names["layer spec"]
         names |= {"positions": "max_position_embeddings", "vocabulary": "vocab_size"}
-    arguments = checkpoint.arguments
+    arguments = checkpoint.job.arguments()
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
     experts = {"experts", "experts per token"} if not arguments.num_experts else set()
@@ -202,7 +206,7 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
 
 def _training(checkpoint: CheckpointView) -> dict[str, int | float | list[int | float]]:
     """Return learning rate, step and counters, from the parameter groups and arguments."""
-    groups = checkpoint.param_groups()
+    groups = checkpoint.optimizer.param_groups()
     facts: dict[str, int | float | list[int | float]] = {}
     for key in ("step", "lr"):
         values = sorted({float(group[key]) for group in groups if isinstance(group.get(key), (int, float))})
@@ -210,23 +214,23 @@ def _training(checkpoint: CheckpointView) -> dict[str, int | float | list[int | 
             whole = [int(value) if value.is_integer() else value for value in values]
             facts[key] = whole[0] if len(whole) == 1 else whole
     for key in ("consumed_train_samples", "consumed_valid_samples"):
-        if (value := checkpoint.arguments.value(key)) is not None:
+        if (value := checkpoint.job.arguments().value(key)) is not None:
             facts[key] = value
     return facts
 
 
 def _tensors(checkpoint: CheckpointView) -> tuple[StoredTensor, ...]:
     """Return all weights, and optimizer state if the format names it without a packing."""
-    kinds = checkpoint.kinds() if shows_names(checkpoint.optimizer_format) else [WEIGHT]
+    kinds = checkpoint.kinds() if shows_names(checkpoint.optimizer.format()) else [WEIGHT]
     tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
     return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)
 
 
 def _buffers(checkpoint: CheckpointView) -> tuple[BufferMap, ...]:
-    name = checkpoint.optimizer_format
+    name = checkpoint.optimizer.format()
     if name is None or not opens_by_metadata(name):
         return ()
-    return tuple(mapped for buffers in checkpoint.optimizer.buffers for mapped in _maps(buffers))
+    return tuple(mapped for buffers in checkpoint.optimizer.state().buffers for mapped in _maps(buffers))
 
 
 def _maps(buffers: Buffers) -> Iterator[BufferMap]:

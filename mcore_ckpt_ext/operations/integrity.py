@@ -70,9 +70,9 @@ class StoredChecksums:
 
     def __init__(self, checkpoint: CheckpointView, unreadable: set[str]) -> None:
         self._checkpoint = checkpoint
-        self._archives = [archive for archive in checkpoint.archives() if archive[0] not in unreadable]
+        self._archives = [archive for archive in checkpoint.files.archives() if archive[0] not in unreadable]
         self._arrays = [array for array in checkpoint.files.checked_arrays() if array.file not in unreadable]
-        self._manifest_bytes = _integrity_manifest_bytes(checkpoint.folder)
+        self._manifest_bytes = _integrity_manifest_bytes(checkpoint.files.folder)
 
     @property
     def _guarded(self) -> int:
@@ -89,7 +89,7 @@ class StoredChecksums:
         for verified, verified_records in workers.team.gather((confirmed.verified, confirmed.verified_records)):
             confirmed.add(verified, verified_records)
         if self._manifest_bytes:
-            results.findings.extend(_check_integrity_manifest(self._checkpoint.folder, workers, advance))
+            results.findings.extend(_check_integrity_manifest(self._checkpoint.files.folder, workers, advance))
             results.checks.append(Check(MANIFEST, f"SHA-256 of {counted(self._manifest_bytes, 'byte')}"))
         left = [archive for archive in self._archives if archive not in confirmed.verified]
         findings, unguarded = check_archives(self._checkpoint, left, workers, advance, confirmed)
@@ -116,7 +116,7 @@ def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
 def _keys_of_archives(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
     """Return Megatron's keys for archives, by file and position, if the checkpoint has an index."""
     keys: dict[tuple[str, int], str] = {}
-    index = checkpoint.format_reader.stored_index
+    index = checkpoint.format.reader.stored_index
     if index is not None:
         for key, array in index.arrays.items():
             for chunk in array.chunks:
@@ -143,7 +143,7 @@ def check_archives(
     def check(archive: Archive) -> Finding | int:
         file, offset, length = archive
         try:
-            opened = TorchArchive(checkpoint.reader, file, offset, length)
+            opened = TorchArchive(checkpoint.files.reader, file, offset, length)
             if not opened.has_checksums:
                 return length
             for name in opened.names:
@@ -176,7 +176,7 @@ def _check_bare_arrays(
 
     def check(array: RawArray) -> Finding | None:
         try:
-            verify_array(checkpoint.reader, array)
+            verify_array(checkpoint.files.reader, array)
         except ContentError as problem:
             return error(CHECKSUMS, array.file, str(problem), array.file, array.offset)
         finally:

@@ -9,6 +9,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.table import encodings_named
+from mcore_ckpt_ext.planning.plan import named_tensor
 
 _NEEDED: Sequence[str] = (
     "num_layers",
@@ -30,9 +31,9 @@ def with_derived_arguments(checkpoint: CheckpointView, job: JobArguments) -> Job
     """
     derived: dict[str, Any] = {}
     if not (job.is_set("bf16") or job.is_set("fp16")):
-        dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
+        dtypes = {named_tensor(checkpoint, WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
         derived = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
-    encodings = encodings_named(checkpoint.optimizer_format)
+    encodings = encodings_named(checkpoint.optimizer.format())
     if encodings and not job.is_set("use_distributed_optimizer"):
         derived["use_distributed_optimizer"] = any(encoding.distributed for encoding in encodings)
     return job.replace(**derived) if derived else job

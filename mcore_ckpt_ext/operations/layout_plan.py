@@ -199,7 +199,7 @@ def plan(
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         stated: Mapping[str, Any] = arguments or {}
-        job = with_derived_arguments(checkpoint, with_passed(checkpoint.arguments, stated))
+        job = with_derived_arguments(checkpoint, with_passed(checkpoint.job.arguments(), stated))
         version, release_source = release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
@@ -225,7 +225,7 @@ def plan(
         fewer = [] if pins else with_fewer_gpus(running, table, old, request, buffers, result.found)
         return LayoutPlan(
             schema=SCHEMA,
-            path=str(checkpoint.folder),
+            path=str(checkpoint.files.folder),
             gpus=gpus,
             old_layout=str(old) if trained else "",
             megatron_version=str(version),
@@ -241,7 +241,7 @@ def plan(
             excluded=dict(result.excluded),
             nearest=tuple((str(exclusion.layout), exclusion.reason) for exclusion in result.nearest_first),
             unknown=unknown_arguments(job),
-            replaced=replaced_values(checkpoint.arguments, stated),
+            replaced=replaced_values(checkpoint.job.arguments(), stated),
         )
 
 

@@ -70,7 +70,7 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
         "expert_tensor": layout.expert_tensor,
     }
     model_ranks = lcm(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
-    model = with_derived_arguments(checkpoint, checkpoint.arguments)
+    model = with_derived_arguments(checkpoint, checkpoint.job.arguments())
     pattern = model.hybrid_layer_pattern or ""
     stages = layout.pipeline * sizes["virtual_pipeline"]
     if pattern and pattern.count("|") + 1 != stages:
@@ -88,10 +88,10 @@ def refusal_of_stored_files(checkpoint: CheckpointView) -> str | None:
     Returns:
         None if one can, if files do not belong to ranks, or if the model is not described completely.
     """
-    if not (checkpoint.format_reader.loading.by_rank and checkpoint.arguments.is_complete):
+    if not (checkpoint.format.reader.loading.by_rank and checkpoint.job.arguments().is_complete):
         return None
     try:
-        return refusal_of_files(checkpoint, checkpoint.arguments, NEWEST)
+        return refusal_of_files(checkpoint, checkpoint.job.arguments(), NEWEST)
     except UnsupportedCheckpointError:
         return None
 
@@ -111,6 +111,6 @@ def refused_layout(checkpoint: CheckpointView, reason: str) -> UnsupportedCheckp
     return UnsupportedCheckpointError(
         "Megatron refuses this layout for the model",
         found=reason,
-        where=str(checkpoint.folder),
+        where=str(checkpoint.files.folder),
         hint="list those that it accepts: mcore-ckpt plan SRC --gpus 8; a job reads --to torch_dist under each",
     )

@@ -41,10 +41,11 @@ class MetadataComparison:
 def compare_metadata(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataComparison]:
     """Yield format, layout, iteration, step and learning rate, and other properties that differ."""
     yield MetadataComparison(
-        "format", *(f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}" for checkpoint in (a, b))
+        "format",
+        *(f"{checkpoint.format.name}, optimizer {checkpoint.optimizer.format() or 'none'}" for checkpoint in (a, b)),
     )
-    yield MetadataComparison("layout", str(a.layout), str(b.layout))
-    yield MetadataComparison("iteration", str(a.iteration), str(b.iteration))
+    yield MetadataComparison("layout", str(a.job.layout), str(b.job.layout))
+    yield MetadataComparison("iteration", str(a.job.iteration()), str(b.job.iteration()))
     for key in ("step", "lr"):
         yield MetadataComparison(key, _group_values(a, key), _group_values(b, key))
     for key in ("weight_decay", "betas", "eps", "max_lr", "min_lr"):
@@ -55,7 +56,7 @@ def compare_metadata(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataC
         counts = _counted(a, key), _counted(b, key)
         if "none" not in counts and counts[0] != counts[1]:
             yield MetadataComparison(label, *counts)
-    read = [data_description(checkpoint.arguments) for checkpoint in (a, b)]
+    read = [data_description(checkpoint.job.arguments()) for checkpoint in (a, b)]
     for label in sorted(read[0].keys() & read[1].keys() - {"consumed"}):
         if read[0][label] != read[1][label]:
             yield MetadataComparison(f"data: {label}", read[0][label], read[1][label])
@@ -72,14 +73,14 @@ def compare_metadata(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataC
 def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataComparison]:
     """Yield model arguments that differ, so that equal tensors compute different results."""
     with suppress(UnsupportedCheckpointError):  # a checkpoint need not describe its model completely
-        models = complete(a.arguments), complete(b.arguments)
+        models = complete(a.job.arguments()), complete(b.job.arguments())
         for name, values in differing(*models).items():
             yield MetadataComparison(name, *map(format_value, values))
 
 
 def _group_values(checkpoint: CheckpointView, key: str) -> str:
     """Return the distinct values of a number in the parameter groups."""
-    groups: list[dict[str, Any]] = checkpoint.param_groups()
+    groups: list[dict[str, Any]] = checkpoint.optimizer.param_groups()
     values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
     texts = (f"{value:g}" if value.is_integer() else repr(value) for value in sorted(values))
     return ", ".join(dict.fromkeys(texts)) or "none"  # one NaN is not unlike another
@@ -88,15 +89,16 @@ def _group_values(checkpoint: CheckpointView, key: str) -> str:
 def _settings(checkpoint: CheckpointView, key: str) -> str:
     """Return the distinct values of any setting of the parameter groups."""
     return (
-        ", ".join(sorted({format_value(group[key]) for group in checkpoint.param_groups() if key in group})) or "none"
+        ", ".join(sorted({format_value(group[key]) for group in checkpoint.optimizer.param_groups() if key in group}))
+        or "none"
     )
 
 
 def _counted(checkpoint: CheckpointView, key: str) -> str:
     """Return the number of samples that the scheduler or the job has counted."""
-    scheduler = scheduler_in(checkpoint.common)
+    scheduler = scheduler_in(checkpoint.job.common())
     samples = scheduler.get(key) if isinstance(scheduler, dict) else None
-    return format_value(checkpoint.args.get(key, "none") if samples is None else samples)
+    return format_value(checkpoint.job.args.get(key, "none") if samples is None else samples)
 
 
 def _multiplied(checkpoint: CheckpointView) -> str:
@@ -114,7 +116,7 @@ def _scaling(checkpoint: CheckpointView) -> str:
     """Return the number of modules with fp8 scaling, and a digest of its values; empty without any."""
     count = 0
     digest = hashlib.sha256()
-    for name, state in sorted(checkpoint.extra_states().items()):
+    for name, state in sorted(checkpoint.states.extra().items()):
         try:
             parts = [(part, values.numpy().tobytes()) for part, values in sorted(scaling_of(state).items())]
         except UnknownStateError:  # not of fp8: digest its bytes

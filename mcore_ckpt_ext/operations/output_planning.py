@@ -10,6 +10,7 @@ from mcore_ckpt_ext.formats.registry import format_written
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.target import Target, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.layout_choice.expert_rules import undivided_experts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import is_of_experts
@@ -43,20 +44,20 @@ def _check_vocabulary(checkpoint: CheckpointView, requested: int | None) -> None
     Raises:
         UsageError: the vocabulary is too small or too large.
     """
-    if requested is not None and requested < (checkpoint.tokens or 0):
+    if requested is not None and requested < (checkpoint.job.tokens or 0):
         raise UsageError(
             "the vocabulary would lose tokens",
             found=f"--vocab-size {requested}",
-            expected=f"{checkpoint.tokens} or more: the number of tokens recorded in the source",
-            where=str(checkpoint.folder),
+            expected=f"{checkpoint.job.tokens} or more: the number of tokens recorded in the source",
+            where=str(checkpoint.files.folder),
             hint="leave the option out",
         )
-    if requested is not None and requested > (checkpoint.vocabulary_rows or requested):
+    if requested is not None and requested > (vocabulary_rows(checkpoint) or requested):
         raise UsageError(
             "the vocabulary has fewer rows than that: the other tokens would be zeros",
             found=f"--vocab-size {requested}",
-            expected=f"{checkpoint.vocabulary_rows} or less",
-            where=str(checkpoint.folder),
+            expected=f"{vocabulary_rows(checkpoint)} or less",
+            where=str(checkpoint.files.folder),
             hint="pass the tokenizer's own size; Megatron's padding is added",
         )
 
@@ -72,9 +73,9 @@ def _check_experts(checkpoint: CheckpointView, requested: int | None) -> None:
         raise UsageError(
             "the model has no experts to distribute over expert-parallel ranks",
             found=f"--expert-model-parallel-size {requested}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="leave the option out",
         )
-    experts = checkpoint.arguments.num_experts
+    experts = checkpoint.job.arguments().num_experts
     if requested is not None and experts and (reason := undivided_experts(experts, requested)):
         raise refused_layout(checkpoint, reason)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import Cut, newest_cut
 from mcore_ckpt_ext.layout.parallel import has_varying_layers
@@ -27,6 +28,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
 )
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.planning.plan import named_tensor
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, dtype_named
 
 
@@ -43,7 +45,7 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
         raise UnsupportedCheckpointError(
             "the pipeline division of the checkpoint's model is unknown",
             found="no weights" if not names else f"num_layers {job.num_layers}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="add what is missing, for example --argument num_layers=32",
         )
     _check_layers(checkpoint, job, job.num_layers, block)
@@ -51,15 +53,15 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
     prefix = language_prefix(block)
     parameters = []
     for name in names:
-        tensor = checkpoint.named_tensor(WEIGHT, name)
+        tensor = named_tensor(checkpoint, WEIGHT, name)
         if name in twice or is_module_buffer(name):
             continue
         width = _bytes_of(tensor.dtype)
         in_memory, stored, is_distributed = states.of(name, width)
         rows_of_tokens = is_in_vocabulary(name)
         shape = tensor.shape
-        if rows_of_tokens and checkpoint.tokens is not None:
-            shape = (min(checkpoint.tokens, shape[0]), *shape[1:])
+        if rows_of_tokens and checkpoint.job.tokens is not None:
+            shape = (min(checkpoint.job.tokens, shape[0]), *shape[1:])
         parameters.append(
             Parameter(
                 name,
@@ -75,8 +77,8 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
                 stored_weight_bytes=_stored_width(checkpoint, name) or width,
             )
         )
-    stored_rows = checkpoint.vocabulary_rows or 0
-    padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or ROWS_DIVISOR)
+    stored_rows = vocabulary_rows(checkpoint) or 0
+    padded = PaddedRows(checkpoint.job.tokens, stored_rows, job.make_vocab_size_divisible_by or ROWS_DIVISOR)
     return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
 
 
@@ -100,7 +102,7 @@ def _check_layers(checkpoint: CheckpointView, job: JobArguments, declared: int, 
             "the number of layers is not that of the weights",
             found=f"num_layers {declared}",
             expected=counted(stored_layers, "layer"),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint=f"pass --argument num_layers={stored_layers}",
         )
 
@@ -184,7 +186,7 @@ class _States:
     """The bytes of optimizer state that each parameter has, in memory and in the checkpoint."""
 
     def __init__(self, checkpoint: CheckpointView, job: JobArguments) -> None:
-        self._state = checkpoint.optimizer if checkpoint.optimizer_format else None
+        self._state = checkpoint.optimizer.state() if checkpoint.optimizer.format() else None
         self._in_memory = _state_dtypes(job)
         self._distributed = bool(job.use_distributed_optimizer)
 

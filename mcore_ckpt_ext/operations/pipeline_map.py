@@ -32,7 +32,7 @@ class Stage:
 def stages_of(checkpoint: CheckpointView, grid: RankGrid) -> tuple[Stage, ...]:
     """Return every chunk of the job that wrote a checkpoint; empty if the pipeline split is unknown."""
     try:
-        layers = checkpoint.layers() or layers_by_chunk(checkpoint.arguments, checkpoint.layout)
+        layers = checkpoint.job.layers() or layers_by_chunk(checkpoint.job.arguments(), checkpoint.job.layout)
     except ContentError:  # contradictory arguments; the rest of the checkpoint can still be shown
         return ()
     if layers is None or not grid.is_known or "virtual_pipeline" in grid.layout.unknown:

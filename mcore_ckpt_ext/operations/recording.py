@@ -194,7 +194,7 @@ def compare_tensors_with_manifest(
     try:
         digests_of_tensors = tensor_digests(source, digests.tensors, workers)
     except UnreadableCheckpointError as problem:
-        results.findings.append(error(RECORDED_TENSORS, str(source.folder), str(problem)))
+        results.findings.append(error(RECORDED_TENSORS, str(_folder_of(source)), str(problem)))
         return
     for tensor, message in differing_tensors(manifest.tensors, digests_of_tensors):
         results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
@@ -229,6 +229,10 @@ def file_digests(folder: Path, manifest: Path, computed: Mapping[str, str], work
     return digests
 
 
+def _folder_of(source: TensorSource) -> Path:
+    return source.folder if isinstance(source, Listing) else source.files.folder
+
+
 def tensor_digests(source: TensorSource, digests: Sequence[TensorDigest], workers: Workers) -> list[TensorDigest]:
     """Return the SHA-256 of each tensor, in model space for a checkpoint.
 
@@ -243,7 +247,7 @@ def tensor_digests(source: TensorSource, digests: Sequence[TensorDigest], worker
 
     def digest(key: Key) -> TensorDigest | str:
         try:
-            with reraise_as_unreadable(source.folder):
+            with reraise_as_unreadable(_folder_of(source)):
                 return tensors.digest(key)
         except ContentError as problem:
             return str(problem)
@@ -261,10 +265,10 @@ class _ModelTensors:
 
     def __init__(self, checkpoint: CheckpointView) -> None:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
-        self._transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
+        self._transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1)
         self._memory = BlockMemory()
-        self._sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
-        self._sources[WEIGHT] = cached(checkpoint.weights)
+        self._sources = {kind: cached(checkpoint.optimizer.state()) for kind in checkpoint.kinds() if kind != WEIGHT}
+        self._sources[WEIGHT] = cached(checkpoint.model.weights())
 
     def size(self, key: Key) -> int:
         """Return the number of elements of a tensor."""

@@ -42,7 +42,7 @@ def compared_copies(checkpoint: CheckpointView, kind: str, name: str, transfer: 
 
 def is_left_by_offload(checkpoint: CheckpointView, kind: str, name: str) -> bool:
     """Return True if the running job itself had different copies (`optimizers/tied_copies.py`)."""
-    return kind != WEIGHT and is_word_embeddings(name) and bool(checkpoint.arguments.optimizer_cpu_offload)
+    return kind != WEIGHT and is_word_embeddings(name) and bool(checkpoint.job.arguments().optimizer_cpu_offload)
 
 
 def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -56,7 +56,7 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
     Raises:
         CheckpointError: a copy cannot be read.
     """
-    transfer = Transfer(checkpoint.reader.past_cache(), workers=1)
+    transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1)
     texts = []
     for kind in kinds:
         shifted = shifted_names(checkpoint, kind)
@@ -70,7 +70,7 @@ def shifted_names(checkpoint: CheckpointView, kind: str) -> frozenset[str]:
 
     The shift is described in `workarounds/fully_reshardable_padding.py`.
     """
-    return frozenset(checkpoint.optimizer.shifted if kind != WEIGHT else ())
+    return frozenset(checkpoint.optimizer.state().shifted if kind != WEIGHT else ())
 
 
 def differing_copies_of(

@@ -58,17 +58,19 @@ def settings_compared(a: CheckpointView, b: CheckpointView) -> tuple[Setting, ..
     Returns:
         The settings; empty if one checkpoint has no optimizer: weights alone are loaded without settings.
     """
-    if a.optimizer_format is None or b.optimizer_format is None:
+    if a.optimizer.format() is None or b.optimizer.format() is None:
         return ()
-    settings = [_setting("iteration", a.iteration, b.iteration)]
+    settings = [_setting("iteration", a.job.iteration(), b.job.iteration())]
     settings += _settings_of_groups(_groups(a), _groups(b))
     settings += _settings_of_mappings(
-        "scheduler", *(_mapping(scheduler_in(checkpoint.common)) for checkpoint in (a, b))
+        "scheduler", *(_mapping(scheduler_in(checkpoint.job.common())) for checkpoint in (a, b))
     )
-    settings += _settings_of_mappings("grad scaler", *(_mapping(checkpoint.grad_scaler()) for checkpoint in (a, b)))
+    settings += _settings_of_mappings(
+        "grad scaler", *(_mapping(checkpoint.optimizer.grad_scaler()) for checkpoint in (a, b))
+    )
     for name in _COUNTERS:
-        if name in a.args and name in b.args:
-            settings.append(_setting(name.replace("_", " "), a.args[name], b.args[name]))
+        if name in a.job.args and name in b.job.args:
+            settings.append(_setting(name.replace("_", " "), a.job.args[name], b.job.args[name]))
     return (*settings, *_settings_of_random_states(a, b))
 
 
@@ -98,7 +100,7 @@ def _groups(checkpoint: CheckpointView) -> list[dict[str, Any]]:
 
     Adam's groups of a HybridDeviceOptimizer have a step on some ranks only; it is the same for all.
     """
-    stored = [portable_group(group) for group in checkpoint.param_groups()]
+    stored = [portable_group(group) for group in checkpoint.optimizer.param_groups()]
     steps = {repr(_plain(group["step"])): {"step": group["step"]} for group in stored if group.get("step") is not None}
     defaults = {**_DEFAULTS, **(next(iter(steps.values())) if len(steps) == 1 else {})}
     groups = [{**defaults, **{key: value for key, value in group.items() if value is not None}} for group in stored]
@@ -147,7 +149,7 @@ def _settings_of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator
     """Yield the random generators' states, if both checkpoints have them for the same ranks."""
     with suppress(UnreadableCheckpointError):
         states = [
-            {place: repr(encode(state)) for place, state in checkpoint.random_states().items()} for checkpoint in (a, b)
+            {place: repr(encode(state)) for place, state in checkpoint.states.random().items()} for checkpoint in (a, b)
         ]
         if states[0] and states[0].keys() == states[1].keys():
             differing = [str(place) for place in states[0] if states[0][place] != states[1][place]]

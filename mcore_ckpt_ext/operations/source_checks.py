@@ -26,29 +26,31 @@ def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incompl
     Raises:
         UnreadableCheckpointError: the parameter groups of the optimizer contradict each other.
     """
-    for source in checkpoint.merged_from or (checkpoint,):
+    for source in checkpoint.composition.merged_from or (checkpoint,):
         yield from _check_files(source, with_optimizer=with_optimizer)
     yield from check_kind(checkpoint, WEIGHT)
     if not with_optimizer:
         return
-    groups = checkpoint.param_groups()
+    groups = checkpoint.optimizer.param_groups()
     check_step(checkpoint)
     once(map(portable_group, groups))
     yield from check_settings(checkpoint, groups)
     yield from check_group_of_each(checkpoint, groups)
-    yield from check_stored_once(checkpoint, checkpoint.carried_kinds())
+    yield from check_stored_once(checkpoint, (WEIGHT, *checkpoint.optimizer.carried_kinds()))
     if incomplete:
         return
     of_state = [*check_state(checkpoint)]
-    for buffers in checkpoint.optimizer.buffers:
+    for buffers in checkpoint.optimizer.state().buffers:
         of_state += [*check_arrays(buffers), *check_groups(buffers)]
     yield from (finding for finding in of_state if finding.severity == "error")
 
 
 def _check_files(checkpoint: CheckpointView, *, with_optimizer: bool) -> Iterator[Finding]:
     """Check the files that a conversion reads, and that each record of the index has its own place."""
-    index = checkpoint.format_reader.stored_index
+    index = checkpoint.format.reader.stored_index
     if index is None:
         return
-    findings, _, _ = check_index(checkpoint.reader, index, lambda key: with_optimizer or optimizer_kind(key) == OTHER)
+    findings, _, _ = check_index(
+        checkpoint.files.reader, index, lambda key: with_optimizer or optimizer_kind(key) == OTHER
+    )
     yield from (finding for finding in findings if finding.severity == "error")

@@ -65,9 +65,9 @@ def open_source(
         checkpoint = with_bridge_names(checkpoint)
     if merge is not None:
         return _merged(checkpoint, target, family, merge)
-    from_hugging_face = checkpoint.format_reader.is_model_folder
+    from_hugging_face = checkpoint.format.reader.is_model_folder
     if not target.places_mtp:
-        checkpoint = checkpoint.for_legacy_files(checkpoint)
+        checkpoint = checkpoint.format.for_legacy_files(checkpoint)
     if target.for_bridge or target.is_model_folder:
         from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, with_vision_tower
 
@@ -77,8 +77,8 @@ def open_source(
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
         raise UsageError(
             "--family applies only if a Hugging Face folder is read or written",
-            found=f"--family {family.name}, from {checkpoint.format} to {target.name}",
-            where=str(checkpoint.folder),
+            found=f"--family {family.name}, from {checkpoint.format.name} to {target.name}",
+            where=str(checkpoint.files.folder),
             hint="leave the option out",
         )
     return checkpoint
@@ -100,7 +100,7 @@ def open_both(
         for path, lies_elsewhere in zip(paths, peft, strict=True)
     ]
     if facts != NOTHING or weights is not None:
-        described = [checkpoint.arguments.is_complete for checkpoint in opened]
+        described = [checkpoint.job.arguments().is_complete for checkpoint in opened]
         of_side = [NOTHING if is_complete and not all(described) else facts for is_complete in described]
         has_own = [bool(checkpoint.names(WEIGHT)) for checkpoint in opened]
         needed = [not has_weights or (all(has_own) and not any(peft)) for has_weights in has_own]
@@ -112,7 +112,7 @@ def open_both(
         ]
     for checkpoint in opened:
         require_weights(checkpoint)
-    if not all(checkpoint.format_reader.is_model_folder for checkpoint in opened):
+    if not all(checkpoint.format.reader.is_model_folder for checkpoint in opened):
         return opened
     from mcore_ckpt_ext.formats.hugging_face.vision import compared_whole
 
@@ -125,11 +125,11 @@ def require_weights(checkpoint: CheckpointView) -> None:
     Raises:
         UnsupportedCheckpointError: the checkpoint holds only an optimizer.
     """
-    if checkpoint.optimizer_format and not checkpoint.names(WEIGHT):
+    if checkpoint.optimizer.format() and not checkpoint.names(WEIGHT):
         raise UnsupportedCheckpointError(
             "the checkpoint has an optimizer without weights, and cannot be verified without them",
-            found=checkpoint.optimizer_format,
-            where=str(checkpoint.folder),
+            found=checkpoint.optimizer.format(),
+            where=str(checkpoint.files.folder),
             hint=NAME_THEM,
         )
 
@@ -146,16 +146,16 @@ def _merged(
         raise UsageError(
             "the checkpoint has no adapters to merge",
             found="--merge",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="leave the option out",
         )
     base = open_checkpoint(path, family=family)
-    if not target.is_model_folder and (base.format_reader.is_model_folder or target.transformer_impl is not None):
+    if not target.is_model_folder and (base.format.reader.is_model_folder or target.transformer_impl is not None):
         raise UsageError(
             "--merge writes a Hugging Face folder if it merges into one, and keeps the layer spec of a "
             "Megatron checkpoint",
             found=f"--merge {path} --to {target.name}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="convert in two steps: first with --merge FOLDER --to hf, then the folder that this writes",
         )
     from mcore_ckpt_ext.formats.merged import merged_view
@@ -176,7 +176,7 @@ def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> 
         raise UsageError(
             "the layer spec can be chosen for jobs of Megatron-LM only",
             found=f"--transformer-impl {spec}, --for bridge",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="leave the option out",
         )
-    return checkpoint if checkpoint.arguments.transformer_impl == spec else under_layer_spec(checkpoint, spec)
+    return checkpoint if checkpoint.job.arguments().transformer_impl == spec else under_layer_spec(checkpoint, spec)

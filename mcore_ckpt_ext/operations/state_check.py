@@ -30,16 +30,17 @@ class StateCheck:
         self._checkpoint = checkpoint
         self._results = results
         self._unreadable = unreadable
-        self._folder = str(checkpoint.folder)
+        self._folder = str(checkpoint.files.folder)
 
     def check_metadata(self) -> None:
         """Check the metadata; the packing of flat buffers is not recovered, because that reads elements."""
         checkpoint = self._checkpoint
         results = self._results
         with self._refusals(COVERED):
-            if checkpoint.optimizer_format is None or not opens_by_metadata(checkpoint.optimizer_format):
+            optimizer_format = checkpoint.optimizer.format()
+            if optimizer_format is None or not opens_by_metadata(optimizer_format):
                 return
-            optimizer = checkpoint.optimizer
+            optimizer = checkpoint.optimizer.state()
             for buffers in optimizer.buffers:
                 results.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
                 results.checks.append(
@@ -59,20 +60,20 @@ class StateCheck:
         """
         checkpoint = self._checkpoint
         findings = self._results.findings
-        if checkpoint.optimizer_format is None:
-            if not checkpoint.format_reader.is_model_folder:
+        if checkpoint.optimizer.format() is None:
+            if not checkpoint.format.reader.is_model_folder:
                 message = "it has no supported optimizer state: only its weights were checked"
                 findings.append(warning(COVERED, self._folder, message))
             return False
         with self._refusals(MASTERS):
             check_step(checkpoint)
-            groups = checkpoint.param_groups()
+            groups = checkpoint.optimizer.param_groups()
             once(map(portable_group, groups))
             if not groups:
                 message = "the optimizer has no parameter groups: its step and other settings are missing"
                 findings.append(error(COMPLETE, self._folder, message))
             findings.extend(check_settings(checkpoint, groups))
-            optimizer = checkpoint.optimizer
+            optimizer = checkpoint.optimizer.state()
             if all(map(self._recover_packing, optimizer.buffers)):
                 findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
                 message = f"optimizer state of {counted(len(optimizer.names()), 'parameter')}"
@@ -88,7 +89,7 @@ class StateCheck:
         if self._unreadable & {piece.extent.file for array in arrays for piece in array.pieces}:
             checks.append(Check(MASTERS, _FILES_GONE, done=False))
             return False
-        sidecar = str(self._checkpoint.folder / SIDECAR_FILE)
+        sidecar = str(self._checkpoint.files.folder / SIDECAR_FILE)
         before = len(findings)
         looked_at = len(checks)
         for group in optimizer.groups.values():

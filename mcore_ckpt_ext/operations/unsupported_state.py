@@ -39,7 +39,7 @@ def resolve_dropped_state(
         UnreadableCheckpointError: some state is missing already, or belongs to no parameter.
         UsageError: a kind to drop does not occur.
     """
-    merged_from = checkpoint.merged_from
+    merged_from = checkpoint.composition.merged_from
     if drop and (merged_from or target.is_model_folder):
         output = "merged model" if merged_from else "Hugging Face folder"
         raise UsageError(f"--drop has no effect: a {output} has no optimizer", found=_spelled(drop))
@@ -48,14 +48,14 @@ def resolve_dropped_state(
             account_of(source, leaves_out=is_of_optimizer, why=_MERGED) for source in merged_from
         )
     if target.is_model_folder:
-        if target.weights_alone and checkpoint.optimizer_format:
+        if target.weights_alone and checkpoint.optimizer.format():
             return checkpoint, account_of(checkpoint, leaves_out=is_of_optimizer, why=_NO_PLACE)
         return checkpoint, account_of(checkpoint)
     account = account_of(checkpoint)
     unread = account.not_looked_at
     _check_drop(checkpoint, unread, drop)
     if OPTIMIZER in drop:
-        if checkpoint.optimizer_format:
+        if checkpoint.optimizer.format():
             account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_DROPPED)
         return without_optimizer(checkpoint), account
     lost = [item for item in unread if item.of_optimizer and item.kind not in drop]
@@ -63,11 +63,11 @@ def resolve_dropped_state(
         raise UnsupportedCheckpointError(
             "the checkpoint has unsupported optimizer state that would be lost",
             found=listed(lost),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint=f"to convert without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; for the "
             f"weights alone, --drop {OPTIMIZER}",
         )
-    if checkpoint.optimizer_format is not None:
+    if checkpoint.optimizer.format() is not None:
         raise_first_contradiction(checkpoint, check_parameters_with_state(checkpoint))
         _check_can_be_held(checkpoint, target)
     return checkpoint, account
@@ -80,7 +80,7 @@ def listed(items: Iterable[UnreadState]) -> str:
 
 def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], drop: Collection[str]) -> None:
     there = dict.fromkeys(item.kind for item in unread if item.of_optimizer)
-    if checkpoint.optimizer_format or there:
+    if checkpoint.optimizer.format() or there:
         there[OPTIMIZER] = None
     unknown = [kind for kind in drop if kind not in there]
     if unknown:
@@ -88,7 +88,7 @@ def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], dro
             "--drop accepts only state that cannot be converted",
             found=_spelled(unknown),
             expected=", ".join(there) or "nothing",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
         )
 
@@ -102,24 +102,24 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     Raises:
         UnsupportedCheckpointError: there is other state, some state lacks parameters, or there are no parameter groups.
     """
-    state = checkpoint.optimizer
+    state = checkpoint.optimizer.state()
     names = {kind: set(state.names(kind)) for kind in state.kinds}
-    whole = target.whole_states and checkpoint.chained_optimizer_settings()
+    whole = target.whole_states and checkpoint.optimizer.chained_optimizer_settings()
     distributed = {name for name in state.names() if state.is_distributed(name) and not whole}
     held = [names[kind] & distributed for kind in state.carried_kinds if names[kind] & distributed]
     even = all(of_kind == distributed for of_kind in held)
     adam = even and (not distributed or {kind for kind in names if names[kind] & distributed} >= _ADAM)
     possible = adam if target.for_adam else even or target.for_any_optimizer
-    if checkpoint.param_groups() and possible:
+    if checkpoint.optimizer.param_groups() and possible:
         return
-    summary = f"{checkpoint.optimizer_format}: " + ", ".join(
+    summary = f"{checkpoint.optimizer.format()}: " + ", ".join(
         f"{k} of {counted(len(names[k]), 'parameter')}" for k in names
     )
     raise UnsupportedCheckpointError(
         f"this optimizer cannot be written as {target.name}: it would be lost",
-        found=summary if checkpoint.param_groups() else f"{summary}; no parameter groups",
+        found=summary if checkpoint.optimizer.param_groups() else f"{summary}; no parameter groups",
         expected=f"{', '.join(sorted(_ADAM))} of every parameter, as Megatron has them with Adam",
-        where=str(checkpoint.folder),
+        where=str(checkpoint.files.folder),
         hint=f"--to {Canonical.name} keeps all of it; for the weights alone, --drop {OPTIMIZER}",
     )
 

@@ -193,12 +193,12 @@ class _Run:
         if not check_file_digests(self.folder, self.results):
             return
         folder_format = format_of(self.folder, self._stored)
-        if folder_format is not None and (listing := folder_format.reader_class.list_tensors(self.folder)) is not None:
+        if folder_format is not None and (listing := folder_format.list_tensors(self.folder)) is not None:
             self._verify_listed(listing)
             return
         try:
             checkpoint = self._opens()
-            _ = checkpoint.names(WEIGHT), checkpoint.common, checkpoint.layout, checkpoint.iteration
+            _ = checkpoint.names(WEIGHT), checkpoint.job.common(), checkpoint.job.layout, checkpoint.job.iteration()
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
             self._error(COMPLETE, problem)
         except ProofError as problem:
@@ -247,14 +247,13 @@ class _Run:
     def _check_metadata(self, checkpoint: CheckpointView) -> set[str]:
         """Check what needs no tensor; return the files that are missing or truncated."""
         findings = self.results.findings
-        if checkpoint.sidecar_problem:
-            message = f"ignored: {checkpoint.sidecar_problem}"
-            findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), message))
-        for message in (*checkpoint.format_reader.problems, *contradictions(checkpoint)):
+        if problem := checkpoint.job.found_sidecar().problem:
+            findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), f"ignored: {problem}"))
+        for message in (*checkpoint.format.reader.problems, *contradictions(checkpoint)):
             findings.append(warning(COMPLETE, str(self.folder), message))
         unreadable = self._check_files(checkpoint)
         if reason := refusal_of_stored_files(checkpoint):
-            message = f"no release of Megatron reads files of this layout, {checkpoint.layout}: {reason}"
+            message = f"no release of Megatron reads files of this layout, {checkpoint.job.layout}: {reason}"
             findings.append(error(COMPLETE, str(self.folder), message))
         self._check_weights(checkpoint)
         if _has_optimizer_alone(checkpoint):
@@ -269,7 +268,7 @@ class _Run:
         """
         checksums = StoredChecksums(checkpoint, unreadable)
         counter = ByteCounter(checksums.nbytes + content_bytes(checkpoint), self._progress)
-        confirmed = LenientChecksums(checkpoint.reader)
+        confirmed = LenientChecksums(checkpoint.files.reader)
         of_elements = Results()
         damage: CheckpointError | None = None
         try:
@@ -297,7 +296,7 @@ class _Run:
         state_check = StateCheck(checkpoint, results, unreadable)
         reads_state = run_on_all(self._workers.team, state_check.recover)
         # Without an account there is damage that keeps the keys from being listed, and that other checks report.
-        if checkpoint.optimizer_format and not reads_state and self.results.account is not None:
+        if checkpoint.optimizer.format() and not reads_state and self.results.account is not None:
             self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
         check = ContentCheck(checkpoint, reads_state, unreadable, confirmed, digest_tensors=self.hashes_tensors)
         self.digests.tensors = check_parameters(check, self._workers, counter.add, results)
@@ -319,11 +318,11 @@ class _Run:
 
     def _check_files(self, checkpoint: CheckpointView) -> set[str]:
         """Check that the files have all of their records; return those that are missing or truncated."""
-        index = checkpoint.format_reader.stored_index
+        index = checkpoint.format.reader.stored_index
         if index is None:
             self.results.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()
-        findings, unreadable, files = check_index(checkpoint.reader, index)
+        findings, unreadable, files = check_index(checkpoint.files.reader, index)
         self.results.findings.extend(findings)
         if not self._quick and index.has_plans:
             self.results.findings.extend(check_index_file(self.folder))
@@ -335,8 +334,8 @@ class _Run:
 
 
 def _iteration(source: TensorSource | None) -> int | None:
-    return source.iteration if isinstance(source, CheckpointView) and not source.is_release else None
+    return source.job.iteration() if isinstance(source, CheckpointView) and not source.job.is_release else None
 
 
 def _has_optimizer_alone(checkpoint: CheckpointView) -> bool:
-    return not checkpoint.names(WEIGHT) and checkpoint.optimizer_format is not None
+    return not checkpoint.names(WEIGHT) and checkpoint.optimizer.format() is not None

@@ -79,10 +79,10 @@ class Resumption:
 
 def writer_of(checkpoint: CheckpointView) -> Writer:
     """Determine the writer; if bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
-    if foreign := checkpoint.format_reader.foreign_writer:
+    if foreign := checkpoint.format.reader.foreign_writer:
         return Writer(foreign, (), OLDEST)
-    recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
-    if recorded:
+    sidecar = checkpoint.job.found_sidecar().sidecar
+    if sidecar is not None and (recorded := sidecar.megatron):
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
         return Writer(_version_of_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
     if written_for := _written_for(checkpoint):
@@ -90,7 +90,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
         only = Evidence("written by mcore-ckpt convert, as recorded", written_for, written_for)
         whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
         return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST, converted=True)
-    if checkpoint.format_reader.is_of_convert and checkpoint.is_release:
+    if checkpoint.format.reader.is_of_convert and checkpoint.job.is_release:
         return Writer("mcore-ckpt convert", (), OLDEST, converted=True)
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
@@ -100,7 +100,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
     if not possible:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
     version = _version_of_loop(checkpoint, _span(possible))
-    if checkpoint.format_reader.is_of_convert:
+    if checkpoint.format.reader.is_of_convert:
         return Writer(f"mcore-ckpt convert, of a checkpoint of Megatron {version}", evidence, first, converted=True)
     return Writer(version, evidence, first)
 
@@ -110,18 +110,19 @@ def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
 
     Otherwise it has no layout. Legacy files are stored by rank, so that they always have a layout.
     """
-    reader = checkpoint.format_reader
-    return reader.is_of_job and (not (writer.converted and checkpoint.is_release) or reader.loading.by_rank)
+    reader = checkpoint.format.reader
+    return reader.is_of_job and (not (writer.converted and checkpoint.job.is_release) or reader.loading.by_rank)
 
 
 def _written_for(checkpoint: CheckpointView) -> str:
     """Return the version that a conversion was written for; empty if it is no conversion."""
-    version = checkpoint.arguments.raw.get(WRITTEN_FOR)
-    return str(version or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.is_complete else "") or "")
+    arguments = checkpoint.job.arguments()
+    in_common = None if arguments.is_complete else checkpoint.job.common().get(WRITTEN_FOR)
+    return str(arguments.raw.get(WRITTEN_FOR) or in_common or "")
 
 
 def _is_of_bridge(checkpoint: CheckpointView) -> bool:
-    return checkpoint.format_reader.described_by == RUN_CONFIG
+    return checkpoint.format.reader.described_by == RUN_CONFIG
 
 
 def _version_of_loop(checkpoint: CheckpointView, version: str) -> str:
@@ -130,8 +131,8 @@ def _version_of_loop(checkpoint: CheckpointView, version: str) -> str:
 
 
 def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
-    yield from checkpoint.format_reader.evidence()
-    arguments = checkpoint.arguments
+    yield from checkpoint.format.reader.evidence()
+    arguments = checkpoint.job.arguments()
     if not arguments.is_complete:
         return
     first, last = releases_by_arguments(arguments)
@@ -146,9 +147,9 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
 
     These are stock Megatron, from the writer's release on, and Megatron with this package.
     """
-    loading = checkpoint.format_reader.loading
+    loading = checkpoint.format.reader.loading
     if not loading.in_megatron:
-        reader = checkpoint.format_reader
+        reader = checkpoint.format.reader
         if reader.starts_jobs:
             return [Resumption("Megatron with mcore_ckpt_ext", "", "any", reader.starts_jobs)]
         return [Resumption("not resumable as is", "", "", f"convert it first: {reader.conversion}")]
@@ -156,10 +157,10 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         return [*_torch_fsdp_resumptions(writer, loading)]
     if loading.flag:
         return [*_fsdp_resumptions(checkpoint, writer, loading)]
-    if not checkpoint.arguments.is_complete:
+    if not checkpoint.job.arguments().is_complete:
         return [*_other_loop_resumptions(checkpoint)]
     releases = _readers(loading, writer)
-    own_layout = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
+    own_layout = f"its own: {checkpoint.job.layout}; another DP if the gradient buffers stay the same"
     same = [v for v in releases if stock_resumes(checkpoint, False, v)]
     other = [v for v in releases if stock_resumes(checkpoint, True, v)]
     resumable = []
@@ -169,7 +170,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         resumable.append(Resumption("stock Megatron", _span(rest), own_layout, _stock_note(checkpoint)))
     if not resumable:
         resumable.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
-    if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
+    if checkpoint.optimizer.format() is None or encodings_named(checkpoint.optimizer.format()):
         resumable.append(_package_resumption(checkpoint, writer))
     return resumable
 
@@ -180,12 +181,12 @@ def _package_resumption(checkpoint: CheckpointView, writer: Writer) -> Resumptio
     They may be earlier than the writer's, if the job uses the distributed optimizer; those that require `common.pt`
     then reinitialize random states (`megatron/sources/legacy_state_dict.py`).
     """
-    first = OLDEST if checkpoint.arguments.use_distributed_optimizer else min(writer.first, NEWEST)
+    first = OLDEST if checkpoint.job.arguments().use_distributed_optimizer else min(writer.first, NEWEST)
     releases = [version for version in releases_between(first) if RESUMES_WITH_THIS_PACKAGE.is_of(version)]
     releases += _unknown_release(writer)
     note = "tested with 0.16.1, 0.19.0 and 0.19.2"
     changed = STORES_COMMON_STATE_AS_OBJECT
-    if first < writer.first and changed.is_of(writer.first) and not checkpoint.format_reader.loading.by_rank:
+    if first < writer.first and changed.is_of(writer.first) and not checkpoint.format.reader.loading.by_rank:
         note = f"before {changed.since} with new random states, if the release has the job's options; {note}"
     return Resumption("Megatron with mcore_ckpt_ext", _span(releases), "any", note)
 
@@ -202,7 +203,7 @@ def _unknown_release(writer: Writer) -> list[Version]:
 
 def _fsdp_resumptions(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
     releases = _readers(loading, writer)
-    own_layout = f"its own: {checkpoint.layout}; another DP"
+    own_layout = f"its own: {checkpoint.job.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(releases), own_layout, _stock_note(checkpoint))
     yield Resumption(
         "stock Megatron without it", "none", "none", "convert it: mcore-ckpt convert SRC DST --to torch_dist"
@@ -224,8 +225,8 @@ def _other_loop_resumptions(checkpoint: CheckpointView) -> Iterator[Resumption]:
     Stock `load_checkpoint` needs them.
     """
     described = _is_of_bridge(checkpoint)
-    other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
-    own_layout = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
+    other = stock_can_load(checkpoint.optimizer.format(), True, NEWEST)
+    own_layout = f"its own: {checkpoint.job.layout}; another DP if the gradient buffers stay the same"
     who = "Megatron-Bridge" if described else "the training loop that wrote it"
     yield Resumption(who, "", "any" if other else own_layout, _stock_note(checkpoint))
     yield Resumption(
@@ -244,7 +245,7 @@ def stock_resumes(checkpoint: CheckpointView, placement_changed: bool, version: 
         placement_changed: whether the gradient buffers of the job differ from those of the job that wrote it.
         version: the release of Megatron that runs.
     """
-    loading = checkpoint.format_reader.loading
+    loading = checkpoint.format.reader.loading
     # Without stored arguments stock Megatron assumes that the checkpoint has layout TP1 x PP1.
     is_moved = placement_changed or _is_of_bridge(checkpoint)
     return (
@@ -253,7 +254,7 @@ def stock_resumes(checkpoint: CheckpointView, placement_changed: bool, version: 
         # Rank folders are found by the running layout (`get_checkpoint_name`), whatever they contain.
         and not (loading.by_rank and placement_changed)
         and not _lacks_natural_shapes(checkpoint)
-        and stock_can_load(checkpoint.optimizer_format, is_moved, version)
+        and stock_can_load(checkpoint.optimizer.format(), is_moved, version)
         and stock_failure(checkpoint) is None
     )
 
@@ -265,7 +266,7 @@ def stock_failure(checkpoint: CheckpointView) -> StockFailure | None:
 
 def _is_offloaded(checkpoint: CheckpointView) -> bool:
     """Return whether a distributed optimizer runs on the CPU, in part."""
-    arguments = checkpoint.arguments
+    arguments = checkpoint.job.arguments()
     return bool(arguments.use_distributed_optimizer and arguments.optimizer_cpu_offload)
 
 
@@ -274,10 +275,10 @@ def _is_of_torch_adam(checkpoint: CheckpointView) -> bool:
 
     A job with torch's Adam fails otherwise: it asserts that there was a step ("torch's Adam" of `megatron/policy.py`).
     """
-    if not checkpoint.arguments.use_distributed_optimizer or not checkpoint.optimizer_format:
+    if not checkpoint.job.arguments().use_distributed_optimizer or not checkpoint.optimizer.format():
         return False
     try:
-        groups = checkpoint.param_groups()
+        groups = checkpoint.optimizer.param_groups()
     except CheckpointError:  # what cannot be read says nothing about how it was written
         return False
     return any("amsgrad" in group for group in groups) and not any("bias_correction" in group for group in groups)
@@ -285,22 +286,22 @@ def _is_of_torch_adam(checkpoint: CheckpointView) -> bool:
 
 def _stores_remainders_as_masters(checkpoint: CheckpointView) -> bool:
     """Return whether `fully_reshardable` stores remainders of masters in fp32 (`numbers_of_remainders`)."""
-    encodings = encodings_named(checkpoint.optimizer_format)
+    encodings = encodings_named(checkpoint.optimizer.format())
     if not any(encoding.stores_remainders_in_fp32 for encoding in encodings):
         return False
     try:
-        return PARAM_REMAINDER in checkpoint.optimizer.kinds
+        return PARAM_REMAINDER in checkpoint.optimizer.state().kinds
     except CheckpointError:  # what cannot be read says nothing about how it was written
         return False
 
 
 def _is_shifted(checkpoint: CheckpointView) -> bool:
     """Return whether Megatron wrote masters shifted, or may have done so where it cannot be seen."""
-    encodings = encodings_named(checkpoint.optimizer_format)
+    encodings = encodings_named(checkpoint.optimizer.format())
     if not any(encoding.may_be_shifted for encoding in encodings) or not checkpoint.names(WEIGHT):
         return False
     try:
-        return bool(checkpoint.optimizer.shifted)
+        return bool(checkpoint.optimizer.state().shifted)
     except PackingError:
         return True
     except CheckpointError:  # what cannot be read says nothing about how it was written
@@ -321,13 +322,13 @@ def _lacks_natural_shapes(checkpoint: CheckpointView) -> bool:
     Stock Megatron needs them (`get_reformulation_metadata`, megatron/core/dist_checkpointing/strategies/torch.py,
     core_v0.8.0 to 0.15.3); this package derives them.
     """
-    index = checkpoint.format_reader.stored_index
-    is_reshaped = any(encoding.is_reshaped for encoding in encodings_named(checkpoint.optimizer_format))
+    index = checkpoint.format.reader.stored_index
+    is_reshaped = any(encoding.is_reshaped for encoding in encodings_named(checkpoint.optimizer.format()))
     return is_reshaped and index is not None and index.may_lack_attributes and not index.natural_shapes
 
 
 def _stock_note(checkpoint: CheckpointView) -> str:
-    if checkpoint.optimizer_format is None:
+    if checkpoint.optimizer.format() is None:
         return "it holds no optimizer"
     if _lacks_natural_shapes(checkpoint):
         return "its index lacks the natural shapes of the optimizer state, as torch 2.9 to 2.11 write it"
@@ -335,7 +336,7 @@ def _stock_note(checkpoint: CheckpointView) -> str:
         return failure.consequence
     # A conversion does not repeat errors that Megatron may have made when it saved.
     intact = bool(_written_for(checkpoint))
-    encodings = encodings_named(checkpoint.optimizer_format)
+    encodings = encodings_named(checkpoint.optimizer.format())
     return "; ".join(
         encoding.note for encoding in encodings if encoding.note and not (intact and encoding.may_be_shifted)
     )

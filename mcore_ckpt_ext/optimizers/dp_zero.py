@@ -75,7 +75,7 @@ def _array(tensor: TensorReference, place: StoredObject) -> FlatArray:
 
 def legacy_optimizer(holder: Holder, state: FlatState) -> FlatBuffers:
     """Return the optimizer state in the `distrib_optim.pt` files of all ranks."""
-    return flat_optimizer(holder, state, _RULES, holder.models)
+    return flat_optimizer(holder, state, _RULES, holder.models())
 
 
 def _claims(keys: StoredKeys) -> set[str]:

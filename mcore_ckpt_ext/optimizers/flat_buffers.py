@@ -16,7 +16,7 @@ from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOW
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, master_check_of
 from mcore_ckpt_ext.layout.packing_proposals import Proposal
 from mcore_ckpt_ext.layout.packing_recovery import (
     RecoveredPacking,
@@ -328,7 +328,8 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
         models: the parameters that may be in them.
     """
     proposals = partial(holder.proposals, rules, models)
-    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.master_check, holder.sidecar)
+    master_check = master_check_of(holder.arguments)
+    return FlatBuffers(state, models, proposals, holder.weights(), holder.transfer, master_check, holder.sidecar)
 
 
 def _slices_of_part(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:

@@ -118,7 +118,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
                 hint="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
             )
         return numbers_of_remainders(state)
-    return repaired(state, models(), holder.orders(), holder.weights, holder.transfer)
+    return repaired(state, models(), holder.orders(), holder.weights(), holder.transfer)
 
 
 def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
@@ -134,7 +134,7 @@ def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
             masters = read_slice(state, holder.transfer, FP32_PARAM, sample)
             if not are_numbers_of_remainders(masters):
                 return False
-            weights = read_slice(holder.weights, holder.transfer, WEIGHT, sample)
+            weights = read_slice(holder.weights(), holder.transfer, WEIGHT, sample)
             differ = differ or first_mismatch(masters, weights) is not None
     return differ
 

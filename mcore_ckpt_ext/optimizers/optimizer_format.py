@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import Capability
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.packing_proposals import Proposal
+from mcore_ckpt_ext.layout.packing_proposals import Proposal, propose_by_order, propose_by_sidecar
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.stored_scales import ProvableSource
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
+from mcore_ckpt_ext.transfer import Transfer
 
 Version = tuple[int, int]
 
@@ -39,30 +40,37 @@ def is_of_group(key: str) -> bool:
     return bool(_BESIDE_BUFFERS.search(key))
 
 
-class Holder(ProvableSource, Protocol):
-    """The part of a checkpoint's interface that an encoding needs."""
+@dataclass(frozen=True)
+class Holder:
+    """The part of a checkpoint that an encoding needs to read its state.
 
-    @property
-    def arguments(self) -> JobArguments:
-        """The known arguments of the job that wrote the checkpoint."""
+    Attributes:
+        folder: the iteration folder.
+        transfer: reads its files.
+        arguments: the known arguments of the job that wrote it.
+        weights: returns the model's arrays.
+        models: returns the local parameters of the ranks that wrote it.
+        sidecar: the sidecar, if there is a readable one.
+        orders: returns evidence of the order in which parameters were registered.
+    """
 
-    @property
-    def weights(self) -> Source:
-        """The model's arrays."""
-
-    @property
-    def models(self) -> LocalModels:
-        """The local parameters of the ranks that wrote it."""
-
-    @property
-    def sidecar(self) -> Sidecar | None:
-        """The sidecar, if there is a readable one."""
-
-    def orders(self) -> Sequence[ParameterOrder]:
-        """Return evidence of the order in which parameters were registered."""
+    folder: Path
+    transfer: Transfer
+    arguments: JobArguments
+    weights: Callable[[], Source]
+    models: Callable[[], LocalModels]
+    sidecar: Sidecar | None
+    orders: Callable[[], Sequence[ParameterOrder]]
 
     def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
-        """Return candidate packings of gradient buffers with the parameters of `models`."""
+        """Return candidate packings of the gradient buffers, the most reliable first.
+
+        Args:
+            rules: the packing rules that the job may have used.
+            models: the parameters in the buffers.
+        """
+        recorded = [propose_by_sidecar(models, self.sidecar)] if self.sidecar else []
+        return recorded + [propose_by_order(models, order, rule) for order in self.orders() for rule in rules]
 
 
 @dataclass(frozen=True)

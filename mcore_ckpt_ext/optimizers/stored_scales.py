@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol
 
 from mcore_ckpt_ext.layout.master_check import MasterCheck, smallest_step
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import Transfer
-
-
-class ProvableSource(Protocol):
-    """The part of a checkpoint's interface that verifies masters."""
-
-    @property
-    def folder(self) -> Path:
-        """The iteration folder."""
-
-    @property
-    def transfer(self) -> Transfer:
-        """Reads the checkpoint's files."""
-
-    @property
-    def master_check(self) -> MasterCheck:
-        """The master check for the masters that the checkpoint stores."""
 
 
 def check_at_stored_scales(

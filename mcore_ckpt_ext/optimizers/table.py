@@ -134,10 +134,10 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
 
     def others() -> LocalModels:
         """Return the parameters that no array has named so far, which gradient buffers contain."""
-        return holder.models.without(named)
+        return holder.models().without(named)
 
     for encoding, claimed_keys in encodings:
-        states.append(with_masters(encoding.read(holder, claimed_keys, others), holder.weights))
+        states.append(with_masters(encoding.read(holder, claimed_keys, others), holder.weights()))
         if encoding.shows_names:
             named |= set(states[-1].names())
     return joined(states)

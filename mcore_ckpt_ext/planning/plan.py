@@ -210,6 +210,20 @@ class Plan:
         )
 
 
+def named_tensor(source: Source, kind: str, name: str) -> LogicalTensor:
+    """Return a tensor whose name the source lists.
+
+    Raises:
+        UnsupportedCheckpointError: the source does not contain it.
+    """
+    tensor = source.logical_tensor(kind, name)
+    if tensor is None:
+        raise UnsupportedCheckpointError(
+            "the checkpoint lists a tensor that it does not contain", where=f"{kind} {name}"
+        )
+    return tensor
+
+
 def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
     """Return a source's derivation of a tensor; None if the tensor is stored."""
     return source.derivation(kind, name) if _is_derived(source) else None

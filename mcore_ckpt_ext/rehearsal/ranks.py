@@ -24,7 +24,7 @@ from mcore_ckpt_ext.model_space.names import is_module_buffer, is_of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import TargetSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice, named_tensor
 from mcore_ckpt_ext.transfer import read_wanted
 from mcore_ckpt_ext.versions import Version
 
@@ -43,7 +43,7 @@ class SimulatedShard(Shard):
     def weight(self) -> torch.Tensor:
         """Read the elements of the weight, which the job would have loaded before its master check."""
         target = TargetSlice(WEIGHT, self.slice, self.live.tensors, self.live.may_pad)
-        return read_wanted(self.checkpoint, self.checkpoint.transfer, target, False)
+        return read_wanted(self.checkpoint, self.checkpoint.files.transfer, target, False)
 
     def part(self, start: int, stop: int) -> SimulatedShard:
         """Return a part of the shard; positions count elements of the whole parameter."""
@@ -123,7 +123,7 @@ class SimulatedJob:
     @cached_property
     def trained(self) -> set[str]:
         """The parameters with optimizer state; others are assumed to be frozen in the job, too."""
-        return set(self._checkpoint.optimizer.names()) & self.models.weights.keys()
+        return set(self._checkpoint.optimizer.state().names()) & self.models.weights.keys()
 
     @cached_property
     def frozen(self) -> list[str]:
@@ -186,7 +186,7 @@ class SimulatedJob:
 
     def _live_tensor(self, name: str) -> LogicalTensor:
         """Return a weight with the job's dtype and rows of the vocabulary."""
-        tensor = self._checkpoint.named_tensor(WEIGHT, name)
+        tensor = named_tensor(self._checkpoint, WEIGHT, name)
         job = self.arguments
         tensor = replace(tensor, dtype=dtype_of(tensor.dtype, job))
         rows = job.padded_vocab_size
@@ -206,7 +206,7 @@ class SimulatedJob:
 
     @cached_property
     def _state(self) -> OptimizerState:
-        return self._checkpoint.optimizer
+        return self._checkpoint.optimizer.state()
 
     def _kinds(self, name: str) -> tuple[str, ...]:
         """Return the kinds of a parameter's optimizer state, which are the checkpoint's."""

@@ -15,6 +15,7 @@ from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passe
 from mcore_ckpt_ext.formats.accounts import account_of_load
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.dimensions import in_words
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -131,11 +132,11 @@ class _Rehearsing:
         version, source = release_of(checkpoint, request.stated_version)
         self._request = request = replace(request, version=version)
         self._plain = replace(self._plain, megatron_version=str(version), megatron_version_source=source)
-        written = with_derived_arguments(checkpoint, with_passed(checkpoint.arguments, request.arguments))
+        written = with_derived_arguments(checkpoint, with_passed(checkpoint.job.arguments(), request.arguments))
         self._plain = replace(
             self._plain,
             old_layout=str(ParallelLayout.from_arguments(written)),
-            replaced=replaced_values(checkpoint.arguments, request.arguments),
+            replaced=replaced_values(checkpoint.job.arguments(), request.arguments),
         )
         # The table of its parameters needs the packing of the buffers, which ranks of a job recover when they plan.
         job = replace(communicator, is_verbatim=all_read_alike(request.gpus, request.sizes)).agree(
@@ -145,8 +146,8 @@ class _Rehearsing:
         self._plain = replace(
             self._plain,
             new_layout=str(job.layout),
-            iteration=checkpoint.iteration,
-            optimizer_format=checkpoint.optimizer_format,
+            iteration=checkpoint.job.iteration(),
+            optimizer_format=checkpoint.optimizer.format(),
             flags=job.flags,
             removed_flags=job.removed_flags,
             notes=job.notes,
@@ -190,7 +191,7 @@ class _Rehearsing:
             VERIFY_ALL.value, ACCEPT_LOST.value, own_bounds=takes_own_bounds(job.arguments.raw, self._request.version)
         )
         load.scheduler = SimulatedScheduler(job.arguments)
-        load.vocabulary_rows = load.session.checkpoint.vocabulary_rows
+        load.vocabulary_rows = vocabulary_rows(load.session.checkpoint)
 
     def _note_loader(self, ranks: SimulatedRanks, checkpoint: CheckpointView) -> None:
         """Note who loads the optimizer, if that is simulated.
@@ -222,7 +223,7 @@ class _Rehearsing:
             bytes_read=figures.bytes_read,
             optimizer_bytes_read=figures.optimizer_bytes_read,
             proven=figures.proven,
-            proof=checkpoint.master_check.relation,
+            proof=checkpoint.job.master_check.relation,
             is_full_proof=self._request.full,
             order_sources=_extra_parameter_orders(checkpoint),
             data=load.data,
@@ -241,8 +242,8 @@ class _Rehearsing:
                 yield f"the job runs without --{name.replace('_', '-')}: that optimizer is not simulated"
         if unknown := unknown_arguments(written):
             yield f"Megatron accepts the layout as far as it depends on {', '.join(unknown)}: not stored (--argument)"
-        tokens = running.tokens or checkpoint.tokens
-        if tokens is None and checkpoint.vocabulary_rows is not None:
+        tokens = running.tokens or checkpoint.job.tokens
+        if tokens is None and vocabulary_rows(checkpoint) is not None:
             yield "its tokenizer has no tokens beyond the rows of the checkpoint: how many there are is not stored"
         if rest := account_of_load(checkpoint).sentence:
             yield rest
@@ -252,11 +253,11 @@ class _Rehearsing:
 
 def _opened(session: LoadSession) -> CheckpointView:
     checkpoint = session.checkpoint
-    _ = checkpoint.common, checkpoint.arguments, checkpoint.layout, checkpoint.iteration
+    _ = checkpoint.job.common(), checkpoint.job.arguments(), checkpoint.job.layout, checkpoint.job.iteration()
     return checkpoint
 
 
 def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
     """Return the sources of the parameter order; the live model's order is that of its layer spec."""
     relabeled = {LIVE_MODEL: "the order of the layer spec"}
-    return tuple(relabeled.get(label, label) for label in checkpoint.optimizer.order_sources())
+    return tuple(relabeled.get(label, label) for label in checkpoint.optimizer.state().order_sources())

@@ -141,7 +141,7 @@ class Shares:
             for pipeline, held in self._stages():
                 for number in self._own(range(len(held))):
                     shard = held[number].shard
-                    if self._checkpoint.masters_are_derived(shard.name):
+                    if self._checkpoint.optimizer.masters_are_derived(shard.name):
                         continue
                     try:
                         for piece in _pieces(shard, full=full):
@@ -166,7 +166,7 @@ class Shares:
 
         Each of `--num-distributed-optimizer-instances` has a whole optimizer.
         """
-        state = self._checkpoint.optimizer
+        state = self._checkpoint.optimizer.state()
         by_reads = dict[int, list[int]]()
         arguments = self._job.arguments
         is_shared = is_layer_wise(arguments)  # whole parameters, but each on one of the ranks
@@ -199,7 +199,7 @@ class Shares:
         for shard in shards:
             tensors = {name: replace(tensor, dtype="float32") for name, tensor in shard.live.tensors.items()}
             target = TargetSlice(FP32_PARAM, shard.slice, tensors, shard.live.may_pad)
-            prove(shard, read_wanted(self._checkpoint, self._checkpoint.transfer, target), self._checkpoint)
+            prove(shard, read_wanted(self._checkpoint, self._checkpoint.files.transfer, target), self._checkpoint)
 
     def _refuse_any(
         self, phase: str, wrong: Sequence[_Place], work: Callable[[Sequence[SimulatedShard]], object]

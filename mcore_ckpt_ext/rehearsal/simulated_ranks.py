@@ -25,6 +25,7 @@ from mcore_ckpt_ext.megatron.local_checkpoints import LOCAL
 from mcore_ckpt_ext.megatron.presentation import may_need_presentation
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.operations.coverage import check_stored_groups
+from mcore_ckpt_ext.planning.plan import named_tensor
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike, by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.groups import simulated_groups
@@ -146,16 +147,16 @@ class SimulatedRanks:
         running = self._running
         # Live optimizers have groups of their own; a job reads those of the checkpoint when it plans.
         groups = SimulatedCommunicator(self._size).agree(lambda: self.groups(checkpoint), PLAN.name)[0]
-        has_state = checkpoint.optimizer_format is not None
-        dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
+        has_state = checkpoint.optimizer.format() is not None
+        dtypes = {named_tensor(checkpoint, WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
         chain = simulated_chain(
             running,
             groups,
             {dtype_of(dtype, running) for dtype in dtypes},
-            has_remainders=has_state and PARAM_REMAINDER in checkpoint.optimizer.kinds,
+            has_remainders=has_state and PARAM_REMAINDER in checkpoint.optimizer.state().kinds,
         )
         job = RunningJob(chain, len(groups), load.arguments, self._version_pair, bool(load.tokens))
-        assessment = assess(load.session, job, None if load.is_presented else checkpoint.common)
+        assessment = assess(load.session, job, None if load.is_presented else checkpoint.job.common())
         if not has_state:
             raise BeyondRehearsalError(
                 UnsupportedCheckpointError(
@@ -224,9 +225,9 @@ class SimulatedRanks:
     def groups(self, checkpoint: CheckpointView) -> list[list[dict[str, Any]]]:
         """Return the parameter groups of each optimizer of the job."""
         has_experts = ParallelLayout.from_arguments(self._running).separates_experts
-        shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in checkpoint.names(WEIGHT)}
+        shapes = {name: named_tensor(checkpoint, WEIGHT, name).shape for name in checkpoint.names(WEIGHT)}
         return simulated_groups(
-            checkpoint.param_groups(), self._written, self._running, shapes, has_expert_optimizer=has_experts
+            checkpoint.optimizer.param_groups(), self._written, self._running, shapes, has_expert_optimizer=has_experts
         )
 
     @property

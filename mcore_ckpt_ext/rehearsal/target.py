@@ -9,6 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UsageError, shorten
 from mcore_ckpt_ext.families.passed_arguments import check_values
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.layer_form import LAYER_FORM, check_layer_form
@@ -205,8 +206,8 @@ def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArg
 
 def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int | None:
     """Return the rows of the vocabulary with the job's padding; None for a model without a vocabulary."""
-    stored = checkpoint.vocabulary_rows
-    tokens = running.tokens or checkpoint.tokens
+    stored = vocabulary_rows(checkpoint)
+    tokens = running.tokens or checkpoint.job.tokens
     if stored is None:
         return running.padded_vocab_size
     return PaddedRows(tokens, stored, running.make_vocab_size_divisible_by or ROWS_DIVISOR)(tensor)

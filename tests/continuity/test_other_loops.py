@@ -198,5 +198,5 @@ def test_a_checkpoint_of_megatron_bridge(tmp_path: Path) -> None:
     counted = {layout.sizes["dp"]: layout.data for layout in plan(run, 4, data_samples=960).layouts}
     assert (counted[1].read_again, counted[1].never_read, counted[2].never_read) == (31, 31, 0)
     assert "31 samples will be read again, 31 never" in counted[1].sentence
-    words = data_description(open_checkpoint(config.parent).arguments)
+    words = data_description(open_checkpoint(config.parent).job.arguments())
     assert (words["loader"], words["consumed"]) == ("cyclic of Megatron-Bridge", "32 samples")

@@ -77,8 +77,8 @@ def test_one_that_contradicts_the_job_is_ignored(key: str, value: object, why: s
     place = role / "huggingface" / "config.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), key: value}))
     checkpoint = open_checkpoint(role)
-    assert any(why in problem for problem in checkpoint.notices())
-    assert checkpoint.arguments.value("swiglu") is None
+    assert any(why in problem for problem in checkpoint.format.notices(checkpoint))
+    assert checkpoint.job.arguments().value("swiglu") is None
 
 
 def test_one_that_contradicts_the_tensors_is_ignored(role: Path) -> None:
@@ -87,7 +87,10 @@ def test_one_that_contradicts_the_tensors_is_ignored(role: Path) -> None:
     (role / "transformer_config.json").write_text(json.dumps(stated))
     place = role / "huggingface" / "config.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), "intermediate_size": 64}))
-    assert any("linear_fc1.weight is (96, 32), not (128, 32)" in problem for problem in open_checkpoint(role).notices())
+    assert any(
+        "linear_fc1.weight is (96, 32), not (128, 32)" in problem
+        for problem in open_checkpoint(role).format.notices(open_checkpoint(role))
+    )
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,9 @@ def swap_masters(fixture: Fixture, first: str, second: str) -> None:
     for name, other in ((first, second), (second, first)):
         begin = 0
         for stored in checkpoint.stored(FP32_PARAM, name):
-            payload = checkpoint.transfer.locate(stored.extent)
+            payload = checkpoint.files.transfer.locate(stored.extent)
             part = values[other][begin : begin + stored.slice.numel]
-            with (checkpoint.folder / payload.file).open("r+b") as file:
+            with (checkpoint.files.folder / payload.file).open("r+b") as file:
                 file.seek(payload.offset + stored.first * 4)
                 file.write(part.contiguous().view(torch.uint8).numpy().tobytes())
             begin += stored.slice.numel

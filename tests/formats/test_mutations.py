@@ -24,8 +24,8 @@ LAYER = "decoder.layers"
 
 def write(checkpoint: Checkpoint, stored: StoredSlice, values: torch.Tensor) -> None:
     """Write other values to a stored slice on disk."""
-    payload = checkpoint.transfer.locate(stored.extent)
-    with (checkpoint.folder / payload.file).open("r+b") as file:
+    payload = checkpoint.files.transfer.locate(stored.extent)
+    with (checkpoint.files.folder / payload.file).open("r+b") as file:
         file.seek(payload.offset + stored.first * payload.dtype.itemsize)
         file.write(values.to(payload.dtype.torch).contiguous().view(torch.uint8).numpy().tobytes())
 
@@ -79,7 +79,7 @@ def test_two_exchanged_tensor_parallel_ranks(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(fixture.run)
 
     def exchanged(name: str, values: torch.Tensor) -> torch.Tensor:
-        grid = checkpoint.models.weights[name].grid
+        grid = checkpoint.job.models().weights[name].grid
         axes = [axis for axis, offsets in enumerate(grid) if len(offsets) > 1]
         if not axes:
             return values

@@ -100,7 +100,7 @@ def test_a_further_format_is_a_row_of_the_list(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(registry, "FORMATS", (own_format(Own.__module__), *FORMATS))
     run = fixture_named("p01").run
     mcore_ckpt_ext.convert(run, tmp_path / "own", Own())
-    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "own").format == "own"
+    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "own").format.name == "own"
     assert mcore_ckpt_ext.verify(tmp_path / "own").sound
     mcore_ckpt_ext.convert(tmp_path / "own", tmp_path / "back", mcore_ckpt_ext.TorchDist())
     assert mcore_ckpt_ext.compare(run, tmp_path / "back").equal

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout.master_check import master_check_of
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import MATRIX
 
@@ -68,8 +71,33 @@ def test_an_unknown_kind_is_a_mistake(checkpoint: CheckpointView) -> None:
 
 
 def test_a_checkpoint_is_printed_in_a_line(checkpoint: CheckpointView) -> None:
-    assert repr(checkpoint) == f"<Checkpoint torch_dist, iteration {checkpoint.iteration}, {checkpoint.folder}>"
+    assert (
+        repr(checkpoint)
+        == f"<Checkpoint torch_dist, iteration {checkpoint.job.iteration()}, {checkpoint.files.folder}>"
+    )
     assert len(repr(checkpoint.tensor("weight", MATRIX))) < 200
+
+
+def test_a_checkpoint_is_made_of_parts() -> None:
+    """What one part answers is a member of that part, not of the view as well."""
+    own = {name for name in (*vars(CheckpointView), *CheckpointView.__annotations__) if not name.startswith("__")}
+    parts = {field.name for field in fields(CheckpointView)}
+    assert parts == {"format", "files", "model", "optimizer", "job", "states", "composition"}
+    assert len(own) <= 15
+
+
+@pytest.mark.parametrize("replaced", ["arguments", "format"])
+def test_values_derived_of_a_part_are_not_those_of_the_replaced_one(replaced: str, checkpoint: CheckpointView) -> None:
+    before = (checkpoint.job.layout, checkpoint.job.master_check, checkpoint.optimizer.kinds())
+    arguments = checkpoint.job.arguments().replace(tensor_model_parallel_size=2, use_precision_aware_optimizer=True)
+    if replaced == "arguments":
+        view = replace(checkpoint, job=replace(checkpoint.job, arguments=lambda: arguments))
+        assert view.job.layout == ParallelLayout.from_arguments(arguments) != before[0]
+        assert view.job.master_check is master_check_of(arguments) is not before[1]
+    else:
+        view = replace(checkpoint, optimizer=replace(checkpoint.optimizer, format=lambda: None))
+        assert (view.optimizer.kinds(), view.optimizer.carried_kinds(), view.kinds()) == ((), (), ("weight",))
+    assert (checkpoint.job.layout, checkpoint.job.master_check, checkpoint.optimizer.kinds()) == before
 
 
 def test_results_are_printed_on_a_screen(tmp_path: Path) -> None:

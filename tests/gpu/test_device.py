@@ -42,7 +42,7 @@ def test_every_format_is_read_bit_for_bit(name: str, device: torch.device) -> No
     for kind in checkpoint.kinds():
         for parameter in checkpoint.names(kind):
             region = Region.whole(parameter, checkpoint.tensor(kind, parameter).shape)
-            found = read_slice(checkpoint, checkpoint.transfer, kind, Slice.whole((region,)), allocate=on_device)
+            found = read_slice(checkpoint, checkpoint.files.transfer, kind, Slice.whole((region,)), allocate=on_device)
             truth = fixture.truth[f"{kind}.{parameter}"].reshape(-1)
             assert torch.equal(found.cpu().view(torch.uint8), truth.view(torch.uint8)), (kind, parameter)
 
@@ -103,7 +103,7 @@ def test_reading_needs_no_extra_device_memory(device: torch.device) -> None:
         before = memory.memory_allocated()
         memory.reset_peak_memory_stats()
         found = read_slice(
-            checkpoint, checkpoint.transfer, "fp32_param", Slice.whole((region,)),
+            checkpoint, checkpoint.files.transfer, "fp32_param", Slice.whole((region,)),
             allocate=lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device),
         )  # fmt: skip
         assert memory.max_memory_allocated() - before <= found.nbytes + 512

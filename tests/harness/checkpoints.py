@@ -183,7 +183,7 @@ def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         if handle.kind in (WEIGHT, FP32_PARAM):
             values = handle.read()
         else:
-            values = read_slice(checkpoint, checkpoint.transfer, handle.kind, Slice.whole((region,)))
+            values = read_slice(checkpoint, checkpoint.files.transfer, handle.kind, Slice.whole((region,)))
         found[f"{handle.kind}.{handle.logical.name}"] = values.view(handle.shape)
     return found
 
@@ -231,7 +231,7 @@ def recorded_layout(fixture: Fixture) -> Sidecar:
                 buckets = [b for number, buffer in enumerate(buffers) for b in recorded_buckets(number, buffer, names)]
                 groups.append(RecordedGroup(child, (optimizer["dp_group_idx"],), tuple(buckets)))
     written = open_checkpoint(fixture.iteration)
-    return Sidecar("test", "0", written.iteration, written.layout.sizes(), tuple(groups))
+    return Sidecar("test", "0", written.job.iteration(), written.job.layout.sizes(), tuple(groups))
 
 
 def recorded_buckets(

@@ -24,9 +24,9 @@ MATRIX = "decoder.layers.1.mlp.linear_fc1.weight"
 def payload_position(checkpoint: Checkpoint, kind: str, name: str, element: int) -> tuple[Path, int]:
     """Return file and position of the first byte of one element of a tensor's first stored slice."""
     stored = checkpoint.stored(kind, name)[0]
-    payload = checkpoint.transfer.locate(stored.extent)
+    payload = checkpoint.files.transfer.locate(stored.extent)
     size = payload.dtype.itemsize
-    return checkpoint.folder / payload.file, payload.offset + (stored.first + element) * size
+    return checkpoint.files.folder / payload.file, payload.offset + (stored.first + element) * size
 
 
 def flip(path: Path, position: int, bit: int = 0x40) -> None:
@@ -54,27 +54,27 @@ def read_all(run: Path) -> None:
 
 def verify_checksums(checkpoint: Checkpoint) -> None:
     """Verify the checksums of all archives."""
-    for file, offset, length in checkpoint.archives():
-        TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
+    for file, offset, length in checkpoint.files.archives():
+        TorchArchive(checkpoint.files.reader, file, offset, length).verify_checksums()
 
 
 def wrong_masters(fixture: Fixture) -> set[str]:
     """Return parameters whose masters, read by the names of their arrays, differ from the live ones."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
-    written = ModelSpaceState(checkpoint.format_reader.index)
+    written = ModelSpaceState(checkpoint.format.reader.index)
     wrong = set()
     for key, expected in fixture.truth.items():
         kind, _, name = key.partition(".")
         if kind == "fp32_param":
             whole = Slice.whole((Region.whole(name, tuple(expected.shape)),))
-            stored = read_slice(written, checkpoint.transfer, kind, whole)
+            stored = read_slice(written, checkpoint.files.transfer, kind, whole)
             wrong |= set() if torch.equal(stored, expected.reshape(-1)) else {name}
     return wrong
 
 
 def recorded_digests(fixture: Fixture, *kinds: str) -> tuple[RecordedDigests, ...]:
     """Return the digests of a live state with remainders as masters, and those of further kinds, as a save records."""
-    (buffers,) = open_checkpoint(fixture.run).optimizer.buffers
+    (buffers,) = open_checkpoint(fixture.run).optimizer.state().buffers
     of_groups = []
     for (child, index), group in buffers.groups.items():
         names = [placed.name for placements in buffers.packing_of(group).packing.values() for placed in placements]

@@ -79,7 +79,7 @@ def megatron_case(name: str, folder: Path, spec: LayerSpec, tokens: Path) -> dic
     `tokens`: the file with `TOKENS`.
     """
     mcore_ckpt_ext.convert(folder / "model", folder / "run", mcore_ckpt_ext.TorchDist(transformer_impl=spec))
-    checkpoint = open_checkpoint(folder / "model", transformer_impl=spec).format_reader
+    checkpoint = open_checkpoint(folder / "model", transformer_impl=spec).format.reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     experts = 2 if checkpoint.model.num_experts else 1
     # Megatron shares an indexer among tensor-parallel ranks with sequence parallelism only.

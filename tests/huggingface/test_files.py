@@ -59,8 +59,8 @@ def test_a_pickle_is_an_archive_from_its_first_byte(models: dict[str, Path], tmp
     (tmp_path / "model" / "model.safetensors").unlink()
     file = tmp_path / "model" / "pytorch_model.bin"
     torch.save(load_file(models["llama"] / "model.safetensors"), file)
-    assert list(open_checkpoint(file.parent).archives()) == [(file.name, 0, file.stat().st_size)]
-    assert list(open_checkpoint(models["llama"]).archives()) == []
+    assert list(open_checkpoint(file.parent).files.archives()) == [(file.name, 0, file.stat().st_size)]
+    assert list(open_checkpoint(models["llama"]).files.archives()) == []
 
 
 def test_a_pickle_of_before_torch_1_6(models: dict[str, Path], tmp_path: Path) -> None:

@@ -464,8 +464,8 @@ def test_settings_without_a_flag_are_reported(tmp_path: Path) -> None:
         config["rope_parameters"] |= changes
         (folder / "config.json").write_text(json.dumps(config))
         checkpoint = open_checkpoint(folder)
-        assert isinstance(checkpoint.format_reader, HuggingFaceCheckpoint)
-        notices = " ".join(checkpoint.notices())
+        assert isinstance(checkpoint.format.reader, HuggingFaceCheckpoint)
+        notices = " ".join(checkpoint.format.notices(checkpoint))
         assert (
             f"pretrain_gpt.py cannot train this model: it has no flag for {feature}, or does not pass the flag on"
             in notices

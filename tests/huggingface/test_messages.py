@@ -60,8 +60,10 @@ def test_a_tied_output_layer_that_is_stored_again_is_explained(tmp_path: Path) -
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    assert "lm_head.weight is not read: the output layer is tied to the embedding" in checkpoint.notices()
-    assert not any(item.key == "lm_head.weight" for item in checkpoint.unread())
+    assert "lm_head.weight is not read: the output layer is tied to the embedding" in checkpoint.format.notices(
+        checkpoint
+    )
+    assert not any(item.key == "lm_head.weight" for item in checkpoint.files.unread())
 
 
 def test_articles_are_those_that_are_spoken() -> None:
@@ -76,14 +78,14 @@ def test_listed_layers_that_are_missing_are_reported(models: dict[str, Path], tm
     message = "config.json lists multi-token prediction (MTP) layers missing from the folder (mtp_num_hidden_layers: 1)"
     for number, expected in ((1, [message]), (0, [])):
         (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": number}))
-        notes = open_checkpoint(folder).notices()
+        notes = open_checkpoint(folder).format.notices(open_checkpoint(folder))
         assert [note for note in notes if "(MTP)" in note] == expected
 
 
 def test_the_last_norm_has_a_state_where_a_job_may_ask_for_one(models: dict[str, Path], tmp_path: Path) -> None:
     """The final norm is Transformer Engine's if that is installed, even in the local layer spec."""
     mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist(transformer_impl="local"))
-    written = open_checkpoint(tmp_path / "run").extra_states()
+    written = open_checkpoint(tmp_path / "run").states.extra()
     assert written["decoder.final_layernorm._extra_state"].numel() == 0
 
 

@@ -126,7 +126,7 @@ def test_a_model(name: str, algorithm: str, in_own_file: bool, tmp_path: Path) -
         assert torch.equal(found[label].view(torch.int16), tensor.view(torch.int16)), label
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
     assert not (tmp_path / "back" / "hf_quant_config.json").exists()
-    reader = open_checkpoint(folder).format_reader
+    reader = open_checkpoint(folder).format.reader
     assert isinstance(reader, HuggingFaceCheckpoint)
     assert {label.rpartition(".")[2] for label in reader.left_out} == {"input_scale", "k_scale"}
     scales = [item for item in reader.unread() if "only quantized inference uses" in item.why]

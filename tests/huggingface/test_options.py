@@ -67,8 +67,8 @@ def test_weights_of_bf16_stay_so(tmp_path: Path) -> None:
     make("qwen3", tmp_path / "model", torch.bfloat16)
     mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     checkpoint = mcore_ckpt_ext.open_checkpoint(tmp_path / "run")
-    assert checkpoint.args["bf16"]
-    assert str(checkpoint.args["params_dtype"]) == "torch.bfloat16"
+    assert checkpoint.job.args["bf16"]
+    assert str(checkpoint.job.args["params_dtype"]) == "torch.bfloat16"
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(tmp_path / "model", tmp_path / "back")
 
@@ -233,7 +233,7 @@ def test_megatron_bridge_finds_its_run_config(models: dict[str, Path], tmp_path:
     for name, provider in providers.items():
         mcore_ckpt_ext.convert(models[name], tmp_path / name, mcore_ckpt_ext.TorchDist())
         content = yaml.safe_load((tmp_path / name / "release" / "run_config.yaml").read_text())
-        model, args = content["model"], mcore_ckpt_ext.open_checkpoint(tmp_path / name).args
+        model, args = content["model"], mcore_ckpt_ext.open_checkpoint(tmp_path / name).job.args
         assert model["_target_"] == f"megatron.bridge.models.{provider}"
         assert content["checkpoint"] == {"save_rng": False, "save_optim": False, "fully_parallel_save": True}
         assert (model["layernorm_epsilon"], model["num_layers"]) == (1e-6, args["num_layers"])
@@ -308,7 +308,7 @@ def test_the_family_of_the_documentation_converts_both_ways(models: dict[str, Pa
     words = ["--family", f"{tmp_path / 'parrot.py'}:Parrot"]
     there = command("convert", tmp_path / "model", tmp_path / "run", "--to", "torch_dist", *words)
     assert there.returncode == 0, there.stderr
-    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "run").args["layernorm_epsilon"] == 3e-4
+    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "run").job.args["layernorm_epsilon"] == 3e-4
     back = command("convert", tmp_path / "run", tmp_path / "back", "--to", "hf", *words)
     assert back.returncode == 0, back.stderr
     assert_same_tensors(tmp_path / "model", tmp_path / "back")

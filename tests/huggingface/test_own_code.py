@@ -139,7 +139,10 @@ def test_keys_of_windows_that_the_code_does_not_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["internlm2", "qwen"])
 def test_the_length_up_to_which_megatron_computes_the_same_is_reported(name: str) -> None:
-    assert any("more than 64 tokens" in notice for notice in open_checkpoint(FOLDER / name).notices())
+    assert any(
+        "more than 64 tokens" in notice
+        for notice in open_checkpoint(FOLDER / name).format.notices(open_checkpoint(FOLDER / name))
+    )
 
 
 def _copy(source: Path, folder: Path) -> None:

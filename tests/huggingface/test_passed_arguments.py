@@ -43,7 +43,7 @@ def test_a_conversion_says_which_stored_value_it_does_not_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["convert", str(fixture_named("p02").run), str(tmp_path / "hf"), "--to", "hf", "--argument"]
-    stored = mcore_ckpt_ext.open_checkpoint(fixture_named("p02").run).arguments.rotary_base
+    stored = mcore_ckpt_ext.open_checkpoint(fixture_named("p02").run).job.arguments().rotary_base
     assert main([*words, "rotary_base=500000", "--argument", "swiglu=true"]) == 0
     shown = capsys.readouterr()
     assert f"rotary_base is 500000, as passed; the checkpoint stores {stored}" in shown.out + shown.err

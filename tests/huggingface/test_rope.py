@@ -26,8 +26,10 @@ def test_dynamic_scaling_is_read_up_to_the_length_where_it_begins(models: dict[s
     family = family_named("llama")
     assert family.arguments(config) == family.arguments(unscaled)
     notice = f"changes the base of RoPE (dynamic scaling) for texts of more than {POSITIONS} tokens"
-    assert [notice in text for text in open_checkpoint(model).notices()].count(True) == 1
-    assert not any("dynamic" in text for text in open_checkpoint(models["llama"]).notices())
+    assert [notice in text for text in open_checkpoint(model).format.notices(open_checkpoint(model))].count(True) == 1
+    assert not any(
+        "dynamic" in text for text in open_checkpoint(models["llama"]).format.notices(open_checkpoint(models["llama"]))
+    )
     convert(model, tmp_path / "run", TorchDist())
     convert(tmp_path / "run", tmp_path / "back", HuggingFace())
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config

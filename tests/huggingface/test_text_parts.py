@@ -241,7 +241,7 @@ def test_vision_towers_in_megatron_layers_or_with_a_projector(name: str, tmp_pat
     expected = model.state_dict()
     assert all(torch.equal(tensor, expected[label]) for label, tensor in loaded.state_dict().items())
     if name == "gemma3":
-        projector = run_config_of(mcore_ckpt_ext.open_checkpoint(run).folder)["model"]["vision_projector_config"]
+        projector = run_config_of(mcore_ckpt_ext.open_checkpoint(run).files.folder)["model"]["vision_projector_config"]
         assert [projector[key] for key in ("image_size", "patch_dim", "tokens_per_image")] == [56, 14, 4]
     if name == "qwen3_vl":
         one = "model.visual.pos_embed.weight"
@@ -304,7 +304,7 @@ def test_the_whole_for_megatron_bridge(tmp_path: Path) -> None:
     assert {name for name in names if not name.startswith("language_model.")} == {
         name for name in tensors(source) if name.startswith("visual.")
     }
-    model = run_config_of(run.folder)["model"]
+    model = run_config_of(run.files.folder)["model"]
     assert model["_target_"] == "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
     assert (model["position_embedding_type"], model["mrope_section"]) == ("mrope", [1, 1, 2])
     assert model["vision_config"]["fullatt_block_indexes"] == [0]
@@ -314,7 +314,7 @@ def test_the_whole_for_megatron_bridge(tmp_path: Path) -> None:
     assert compare(source, tmp_path / "run").equal
     before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, back))
     assert {key for key in before if before[key] != after[key]} <= {"dtype", "_name_or_path"}
-    shutil.rmtree(run.folder / "tokenizer")
+    shutil.rmtree(run.files.folder / "tokenizer")
     with pytest.raises(UnsupportedCheckpointError, match="described only in config.json.*--tokenizer FOLDER"):
         mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "none", mcore_ckpt_ext.HuggingFace(vocab_size=250))
     config = json.loads((source / "config.json").read_text())

@@ -78,14 +78,14 @@ def test_a_changed_job_is_checked_too_and_the_first_one_stays() -> None:
 @pytest.mark.parametrize("name", INTACT)
 def test_every_real_checkpoint_s_are_taken(name: str) -> None:
     checkpoint = open_checkpoint(fixture_named(name).run)
-    assert checkpoint.arguments.num_layers == checkpoint.args["num_layers"]
-    assert checkpoint.arguments.version is None
+    assert checkpoint.job.arguments().num_layers == checkpoint.job.args["num_layers"]
+    assert checkpoint.job.arguments().version is None
 
 
 def test_they_have_the_version_that_the_sidecar_records(damaged: Fixture) -> None:
     written = Sidecar("mcore_ckpt_ext 0.1.0", "0.16.1", 4, {}, ())
     (damaged.iteration / SIDECAR).write_text(written.to_json())
-    assert open_checkpoint(damaged.run).arguments.version == (0, 16)
+    assert open_checkpoint(damaged.run).job.arguments().version == (0, 16)
 
 
 def test_the_layout_follows() -> None:
@@ -127,7 +127,7 @@ def test_a_row_has_a_default_that_its_argument_can_have(name: str) -> None:
 
 @pytest.mark.parametrize("fixture", RELEASES)
 def test_a_row_is_of_the_releases_whose_jobs_have_its_argument(fixture: str) -> None:
-    values = open_checkpoint(fixture_named(fixture).run).arguments.raw
+    values = open_checkpoint(fixture_named(fixture).run).job.arguments().raw
     parsed = {name for name, row in ROWS.items() if RELEASES[fixture] in row.releases}
     assert parsed - values.keys() == set()
     assert {name for name in ROWS.keys() - parsed if values.get(name)} == set()

@@ -94,7 +94,7 @@ def test_without_its_description_the_index_still_shows_the_layout(bridge: Fixtur
 
 
 def test_nothing_is_inferred_if_only_a_later_optimizer_is_flat() -> None:
-    index = open_checkpoint(fixture_named("p09").run).format_reader.index
+    index = open_checkpoint(fixture_named("p09").run).format.reader.index
     assert index is not None
     arrays = {key: array for key, array in index.arrays.items() if not key.startswith("chained_0.")}
     assert any(key.startswith("chained_1.") for key in arrays)
@@ -110,13 +110,13 @@ def test_nothing_is_inferred_if_only_a_later_optimizer_is_flat() -> None:
 def test_values_inferred_from_the_index_are_right(name: str, with_grid: bool) -> None:
     """Of every checkpoint that has arguments of its own: nothing that it shows differs from them."""
     checkpoint = open_checkpoint(fixture_named(name).run)
-    index = checkpoint.format_reader.index
+    index = checkpoint.format.reader.index
     assert index is not None
-    recorded = checkpoint.arguments.raw
-    grid = checkpoint.random_state_grid() if with_grid else None
+    recorded = checkpoint.job.arguments().raw
+    grid = checkpoint.states.random_grid() if with_grid else None
     shown = infer_layout(index, grid, {"context_parallel_size": recorded["context_parallel_size"]})
     assert shown == {size: recorded[size] for size in shown}
-    if with_grid or checkpoint.optimizer_format == "dp_reshardable":
+    if with_grid or checkpoint.optimizer.format() == "dp_reshardable":
         assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= shown.keys()
     of_model = infer_model_config(index.arrays, checkpoint.names("weight"))
     assert of_model == {size: recorded[size] for size in of_model}
@@ -154,7 +154,7 @@ def test_values_without_a_source_are_unknown(bridge: Fixture, tmp_path: Path) ->
 def test_a_description_that_lies(bridge: Fixture, said: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks made the index, so it counts; the contradiction is reported."""
     edit_run_config(bridge, lambda content: content["model"].update(said))
-    assert str(open_checkpoint(bridge.run).layout) == "TP2 x PP2 x DP2"
+    assert str(open_checkpoint(bridge.run).job.layout) == "TP2 x PP2 x DP2"
     for name, size in said.items():
         message = f"run_config.yaml has {name} {size}, but the index has 2, which is used"
         assert message in inspect(bridge.run).unbelieved
@@ -234,10 +234,10 @@ def test_both_directions(tmp_path: Path) -> None:
         assert convert(source, tmp_path / name, target).proven_elements >= MASTERS  # of copies, each
         assert verify(tmp_path / name).sound
         assert compare(run, tmp_path / name).equal, name
-    args = open_checkpoint(tmp_path / "megatron").args
+    args = open_checkpoint(tmp_path / "megatron").job.args
     assert (args["num_layers"], args["hidden_size"], args["num_attention_heads"]) == (4, 32, 4)
     assert (args["tensor_model_parallel_size"], args["consumed_train_samples"]) == (2, 32)
-    assert open_checkpoint(tmp_path / "legacy").layout.tensor == 2
+    assert open_checkpoint(tmp_path / "legacy").job.layout.tensor == 2
     for name in ("bridge", "again", "back"):
         assert_bridge_resumes(tmp_path / name)
     assert (
@@ -261,7 +261,7 @@ def assert_bridge_resumes(run: Path) -> None:
             "consumed_valid_samples": torch.int64, "floating_point_operations_so_far": torch.float64,
             "do_train": torch.bool, "do_valid": torch.bool, "do_test": torch.bool,
         }  # fmt: skip
-    assert "args" not in open_checkpoint(run).common
+    assert "args" not in open_checkpoint(run).job.common()
 
 
 def test_of_megatrons_own_checkpoint(tmp_path: Path) -> None:
@@ -279,7 +279,10 @@ def test_of_megatrons_own_checkpoint(tmp_path: Path) -> None:
         for note in convert(tmp_path / "other", tmp_path / "back", TorchDist()).notes
         if "of the job, which stock Megatron requires" in note
     ]
-    kept, of_source = open_checkpoint(tmp_path / "back").arguments, open_checkpoint(fixture_named("p22").run).arguments
+    kept, of_source = (
+        open_checkpoint(tmp_path / "back").job.arguments(),
+        open_checkpoint(fixture_named("p22").run).job.arguments(),
+    )
     for name in (
         "num_attention_heads",
         "num_query_groups",
@@ -301,10 +304,10 @@ def test_a_checkpoint_written_for_bridge_is_recognized(tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     assert "contradict" not in shown
     assert "shifted" not in shown
-    assert open_checkpoint(tmp_path / "bridge").tokens == open_checkpoint(run).tokens == 128
+    assert open_checkpoint(tmp_path / "bridge").job.tokens == open_checkpoint(run).job.tokens == 128
     convert(tmp_path / "bridge", tmp_path / "back", TorchDist())
     assert inspect(tmp_path / "back").writer.version.startswith("mcore-ckpt convert, for Megatron 0.")
-    assert "mcore_ckpt_ext_written_for" not in open_checkpoint(tmp_path / "back").common
+    assert "mcore_ckpt_ext_written_for" not in open_checkpoint(tmp_path / "back").job.common()
 
 
 def test_a_broken_description_is_named_where_it_is_missed(bridge: Fixture, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_first_and_last() -> None:
 @pytest.mark.parametrize("fixture", RELEASES)
 @pytest.mark.parametrize("name", SHOWN)
 def test_releases_inferred_from_an_argument_are_right(name: str, fixture: str) -> None:
-    arguments = open_checkpoint(fixture_named(fixture).run).arguments
+    arguments = open_checkpoint(fixture_named(fixture).run).job.arguments()
     assert SHOWN[name].is_shown_by(arguments) == SHOWN[name].is_of(RELEASES[fixture])
 
 
@@ -45,7 +45,7 @@ def test_who_splits_a_layer_wise_optimizer() -> None:
 
 def test_releases_that_no_argument_shows() -> None:
     with pytest.raises(ValueError, match="no argument shows whether Megatron loads"):
-        releases.LOADS_DP_RESHARDABLE.is_shown_by(open_checkpoint(fixture_named("p01").run).arguments)
+        releases.LOADS_DP_RESHARDABLE.is_shown_by(open_checkpoint(fixture_named("p01").run).job.arguments())
 
 
 def test_a_range_of_releases() -> None:
@@ -62,7 +62,7 @@ def test_each_release_but_the_oldest_has_an_argument() -> None:
 
 @pytest.mark.parametrize("fixture", RELEASES)
 def test_arguments_place_a_job_between_releases(fixture: str) -> None:
-    first, last = releases.releases_by_arguments(open_checkpoint(fixture_named(fixture).run).arguments)
+    first, last = releases.releases_by_arguments(open_checkpoint(fixture_named(fixture).run).job.arguments())
     assert (first[0] if first else OLDEST) == RELEASES[fixture] == (last[0] if last else KNOWN[-1])
 
 

@@ -94,7 +94,7 @@ def test_decision_agrees_with_stock(ran: Programs, name: str, decision: str, sto
 
 def test_random_states_of_another_grid_are_not_requested(ran: Programs) -> None:
     """With several expert ranks Bridge stores a state for each data-parallel rank, otherwise it requests one."""
-    assert open_checkpoint(ran.place("experts")).random_state_grid() == (2, 1, 2)
+    assert open_checkpoint(ran.place("experts")).states.random_grid() == (2, 1, 2)
     assert any("rng_state/shard_" in ended for ended in ran.ended["experts, undivided, by stock"])
     assert len(ran.printed("experts, undivided", "random states stay as they are")) == 1
 
@@ -105,12 +105,12 @@ def test_offline(ran: Programs, tmp_path: Path) -> None:
     found = inspect(run)
     assert (found.layout_text, found.unbelieved) == ("TP1 x PP4 x DP1", ())
     assert found.writer.version.startswith("Megatron-Bridge on Megatron Core 0.19")
-    assert open_checkpoint(run).sidecar is not None
+    assert open_checkpoint(run).job.found_sidecar().sidecar is not None
     assert verify(run).sound
     convert(run, tmp_path / "megatron", TorchDist())
     convert(tmp_path / "megatron", tmp_path / "bridge", TorchDist(loop="bridge"))
     assert compare(run, tmp_path / "bridge").equal
-    assert str(open_checkpoint(ran.place("experts")).layout) == "TP1 x PP2 x EP2 x DP2"
+    assert str(open_checkpoint(ran.place("experts")).job.layout) == "TP1 x PP2 x EP2 x DP2"
 
 
 def test_weights_that_bridge_imported(ran: Programs, tmp_path: Path) -> None:
@@ -128,13 +128,13 @@ def test_a_model_that_also_sees_images(ran: Programs, kind: str, tmp_path: Path)
     """Bridge's import and this package's have the same keys; it goes to Hugging Face by its folder's `config.json`."""
     source, run = ran.folder / kind, ran.place(kind)
     assert ran.ended[kind] == {"done"}
-    assert open_checkpoint(run).sidecar is not None
+    assert open_checkpoint(run).job.found_sidecar().sidecar is not None
     assert verify(run).sound
     assert compare(source, run).equal
     convert(source, tmp_path / "ours", TorchDist(loop="bridge"))
     found = [_model_keys(folder) for folder in (run, tmp_path / "ours")]
     assert found[0] == found[1]
-    sections = [run_config_of(open_checkpoint(folder).folder)["model"] for folder in (run, tmp_path / "ours")]
+    sections = [run_config_of(open_checkpoint(folder).files.folder)["model"] for folder in (run, tmp_path / "ours")]
     same = {"_target_", "position_embedding_type", "image_token_id", "num_layers", "vocab_size", "rotary_base"}
     same |= {"window_size", "softmax_scale"} if kind == "gemma3" else {"mrope_section"}
     assert {name: sections[0][name] for name in same} == {name: sections[1][name] for name in same}
@@ -149,7 +149,7 @@ def test_a_model_that_also_sees_images(ran: Programs, kind: str, tmp_path: Path)
 
 def _model_keys(run: Path) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """Shapes of the weights but for the vocabulary's, and extra states."""
-    checkpoint = open_checkpoint(run).format_reader
+    checkpoint = open_checkpoint(run).format.reader
     assert isinstance(checkpoint, TorchDistCheckpoint)
     arrays = {key: array.shape for key, array in checkpoint.index.arrays.items() if "optimizer" not in key}
     states = {key for key in checkpoint.index.objects if EXTRA_STATE in key}

@@ -31,7 +31,7 @@ def test_an_unknown_order_is_discovered_and_verified(model: list[str], tmp_path:
     truth = assemble(saved.at_save)
     checkpoint = open_checkpoint(saved.run)
     checkpoint.names("fp32_param")
-    assert checkpoint.optimizer.order_sources() == [DISCOVERED]
+    assert checkpoint.optimizer.state().order_sources() == [DISCOVERED]
     assert differing(truth, everything_in(checkpoint)) == []
     for number, layout in enumerate([Layout(2, 2, 4), Layout(1, 1, 2)]):
         resumed = resume(tmp_path / str(number), layout, saved.run, more=model)

@@ -183,7 +183,7 @@ def test_the_states_are_those_of_the_tool_of_energon(
 def test_later_states_are_saved_where_the_user_asked(results: Results, base: Path) -> None:
     results.job("third")
     assert len(list((base / "loader" / "iter_0000006" / "mp_rank_00_000").iterdir())) == 2
-    written = open_checkpoint(base / "second" / "checkpoints" / "iter_0000006").arguments
+    written = open_checkpoint(base / "second" / "checkpoints" / "iter_0000006").job.arguments()
     assert written.dataloader_save == str(base / "loader")
 
 

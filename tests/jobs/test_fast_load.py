@@ -69,7 +69,7 @@ def damaged(run: Path) -> Path:
     copy = copy_of(fixture_named("p10").run, run)
     checkpoint = open_checkpoint(copy)
     weights = checkpoint.stored("weight", "decoder.layers.3.mlp.linear_fc1.weight")
-    flip(checkpoint.folder / weights[0].extent.file, weights[0].extent.offset + 70)
+    flip(checkpoint.files.folder / weights[0].extent.file, weights[0].extent.offset + 70)
     return copy
 
 
@@ -92,7 +92,7 @@ def cut_short(run: Path) -> Path:
 def damaged_object(run: Path) -> Path:
     """A copy in which the pickled state of a random generator is none."""
     copy = copy_of(fixture_named("p10").run, run)
-    checkpoint = open_checkpoint(copy).format_reader
+    checkpoint = open_checkpoint(copy).format.reader
     assert isinstance(checkpoint, TorchDistCheckpoint)
     for key, extent in checkpoint.index.objects.items():
         if key.startswith("rng_state/"):

@@ -110,7 +110,7 @@ def truth_of(results: Results, name: str) -> dict[str, torch.Tensor]:
 
 
 def stored_in(run: Path) -> Mapping[str, torch.Tensor]:
-    states = open_checkpoint(run).extra_states().items()
+    states = open_checkpoint(run).states.extra().items()
     found = {(name, kind): values for name, state in states for kind, values in scaling_of(state).items()}
     return {f"{name.removesuffix('_extra_state')}{kind}": values for (name, kind), values in found.items()}
 

@@ -35,7 +35,7 @@ JOB = (
 
 
 def flags_of(folder: Path) -> list[str]:
-    checkpoint = open_checkpoint(folder, transformer_impl=LOCAL).format_reader
+    checkpoint = open_checkpoint(folder, transformer_impl=LOCAL).format.reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     return checkpoint.training_flags()
 

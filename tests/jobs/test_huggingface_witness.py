@@ -195,7 +195,7 @@ def _case(
         run = model
     else:
         mcore_ckpt_ext.convert(model, run, mcore_ckpt_ext.TorchDist(transformer_impl=spec), family=family)
-    checkpoint = open_checkpoint(model, transformer_impl=spec).format_reader
+    checkpoint = open_checkpoint(model, transformer_impl=spec).format.reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     # Layers that differ are read from the folder's own file.
     flags = [str(model / flag) if flag == "config.json" else flag for flag in checkpoint.training_flags()]

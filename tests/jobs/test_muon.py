@@ -160,9 +160,11 @@ def test_versions_that_share_the_optimizer_out_differently(
     report = convert(saved.run, tmp_path / "out", target)
     assert any(says in note for note in report.notes)
     written = open_checkpoint(tmp_path / "out")
-    assert any(written.optimizer.is_distributed(name) for name in written.names("exp_avg")) == marked
-    assert any("param_state_sharding_type" in child for child in written.chained_optimizer_settings()) == marked
-    assert not written.arguments.use_distributed_optimizer
+    assert any(written.optimizer.state().is_distributed(name) for name in written.names("exp_avg")) == marked
+    assert (
+        any("param_state_sharding_type" in child for child in written.optimizer.chained_optimizer_settings()) == marked
+    )
+    assert not written.job.arguments().use_distributed_optimizer
     assert differing(assemble(saved.at_save), everything_in(written)) == []
 
 

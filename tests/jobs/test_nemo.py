@@ -55,7 +55,7 @@ def test_description_of_the_job(ran: Programs) -> None:
     found = inspect(ran.place("run"))
     assert found.layout_text == "TP2 x PP2 (DP not known)"
     assert (found.described_by, found.unbelieved, found.iteration) == ("model.yaml", (), 4)
-    stated = open_checkpoint(ran.place("run")).arguments
+    stated = open_checkpoint(ran.place("run")).job.arguments()
     assert (stated.num_layers, stated.hidden_size, stated.whole("num_attention_heads")) == (4, 32, 4)
     assert (stated.use_distributed_optimizer, stated.bf16, str(stated.params_dtype)) == (True, True, "torch.bfloat16")
     assert verify(ran.place("run")).sound

@@ -89,8 +89,8 @@ def test_the_one_line_call(turns: Programs) -> None:
     assert "placed by the sidecar" in said[0]
     for name in ("own", "again"):
         checkpoint = open_checkpoint(turns.place(name))
-        assert checkpoint.sidecar is not None
-        assert verify(checkpoint.folder).sound
+        assert checkpoint.job.found_sidecar().sidecar is not None
+        assert verify(checkpoint.files.folder).sound
 
 
 WAYS = ["together", "model-first", "nested", "returned"]
@@ -108,9 +108,9 @@ def test_megatron_core_loads_an_unchanged_layout(turns: Programs) -> None:
 
 def test_saves_have_sidecars(turns: Programs) -> None:
     """A program that knows nothing of the package saves them all the same, where the hooks are."""
-    assert open_checkpoint(turns.place("pp4")).sidecar is not None
-    assert open_checkpoint(turns.place("verl") / "optimizer" / "dist_ckpt").sidecar is None
-    assert str(open_checkpoint(turns.place("pp4")).layout) == "TP1 x PP4 x DP1"
+    assert open_checkpoint(turns.place("pp4")).job.found_sidecar().sidecar is not None
+    assert open_checkpoint(turns.place("verl") / "optimizer" / "dist_ckpt").job.found_sidecar().sidecar is None
+    assert str(open_checkpoint(turns.place("pp4")).job.layout) == "TP1 x PP4 x DP1"
 
 
 def test_stock_refuses_the_same(turns: Programs) -> None:
@@ -206,12 +206,12 @@ def test_ranks_whose_optimizer_is_a_stub(turns: Programs) -> None:
     assert ended.startswith("ResumeRefusedError: ")
     assert "no optimizer on rank 0, 1, as happens if a rank trains no parameter" in ended
     assert f"no sidecar in {turns.place('stub')}: a rank has no optimizer" in turns.output
-    assert open_checkpoint(turns.place("stub")).sidecar is not None  # by the call
+    assert open_checkpoint(turns.place("stub")).job.found_sidecar().sidecar is not None  # by the call
     assert_same_optimizer(turns.dump("stub"), turns.dump("stub, called"))
 
 
 def test_process_groups_of_the_programs_own(turns: Programs) -> None:
     """TP1 x PP4 to TP2 x PP1 x DP2, where Megatron's global groups do not exist."""
     assert_same_optimizer(turns.dump("groups"), turns.dump("groups, loaded"))
-    assert str(open_checkpoint(turns.place("groups")).layout) == "TP1 x PP4 x DP1"
-    assert open_checkpoint(turns.place("groups")).sidecar is not None
+    assert str(open_checkpoint(turns.place("groups")).job.layout) == "TP1 x PP4 x DP1"
+    assert open_checkpoint(turns.place("groups")).job.found_sidecar().sidecar is not None

@@ -113,7 +113,7 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(name: str, tmp_path: P
     truth, settings = assemble(saved.at_save), told_apart(parameter_settings(saved.at_save))
     checkpoint = open_checkpoint(saved.run)
     assert differing(truth, everything_in(checkpoint)) == []
-    assert ("discovery by content" in checkpoint.optimizer.order_sources()) == case.discovered
+    assert ("discovery by content" in checkpoint.optimizer.state().order_sources()) == case.discovered
     for number, target in enumerate(case.targets):
         resumed = resume(tmp_path / str(number), target, saved.run, **options)
         assert resumed.summary, target

@@ -78,8 +78,8 @@ def test_the_buffers_are_those_that_megatron_built(name: str, recorded: Results,
     (bare / f"iter_{SAVED:07d}" / FILE_NAME).unlink()
     packings = []
     for checkpoint in (open_checkpoint(run / f"iter_{SAVED:07d}"), open_checkpoint(bare)):
-        (buffers,) = checkpoint.optimizer.buffers
+        (buffers,) = checkpoint.optimizer.state().buffers
         packings.append({key: buffers.packing_of(group).packing for key, group in buffers.groups.items()})
         label = "the Transformer Engine layer spec" if len(packings) == 2 else "the sidecar"
-        assert checkpoint.optimizer.order_sources() == [label]
+        assert checkpoint.optimizer.state().order_sources() == [label]
     assert packings[0] == packings[1]

@@ -57,9 +57,9 @@ def test_it_resumes_under_another_layout(ran: Programs) -> None:
 def test_its_arguments_are_not_taken_for_all_of_megatrons(ran: Programs) -> None:
     """They are under Megatron's names, but one that is missing says nothing of the version."""
     checkpoint = open_checkpoint(ran.place("run"))
-    assert not checkpoint.arguments.is_complete
-    assert str(checkpoint.layout) == "TP1 x PP4 x DP1"
-    assert verify(checkpoint.folder).sound
+    assert not checkpoint.job.arguments().is_complete
+    assert str(checkpoint.job.layout) == "TP1 x PP4 x DP1"
+    assert verify(checkpoint.files.folder).sound
 
 
 def test_adapters_are_resumed_with_their_optimizer(ran: Programs) -> None:

@@ -302,7 +302,7 @@ def impl_of(job: Job) -> Any:
 def test_the_stand_in_takes_and_writes_what_a_build_does(results: Results, name: str) -> None:
     fixture, resumed = fixture_named(name), results.job(name)
     assert differing(fixture.truth, assemble(resumed.at_load)) == []
-    of_build, own = (open_checkpoint(run).format_reader for run in (fixture.run, resumed.run))
+    of_build, own = (open_checkpoint(run).format.reader for run in (fixture.run, resumed.run))
     assert {key: (array.shape, array.dtype) for key, array in of_model(of_build)} == {
         key: (array.shape, array.dtype) for key, array in of_model(own)
     }

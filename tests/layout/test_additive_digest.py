@@ -158,10 +158,10 @@ class TestOfACheckpoint:
     def test_they_make_an_order_certain_that_nothing_else_shows(self, recorded: Fixture) -> None:
         """Modules of the user's own may be registered in any order."""
         checkpoint = open_checkpoint(recorded.run)
-        checkpoint.common["args"].spec = ["my.spec", "layers"]
+        checkpoint.job.common()["args"].spec = ["my.spec", "layers"]
         assert torch.equal(checkpoint.tensor("fp32_param", NAME).read(), recorded.truth[f"fp32_param.{NAME}"])
         (recorded.iteration / FILE_NAME).unlink()
         checkpoint = open_checkpoint(recorded.run)
-        checkpoint.common["args"].spec = ["my.spec", "layers"]
+        checkpoint.job.common()["args"].spec = ["my.spec", "layers"]
         with pytest.raises(PackingError, match="expected: a sidecar, or chunk borders"):
             checkpoint.names("fp32_param")

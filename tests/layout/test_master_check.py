@@ -279,8 +279,9 @@ def test_masters_are_verified_whether_compared_while_reading_or_not(wrong: int |
     if wrong is not None:
         master[wrong] += 1.0
     checkpoint: Any = SimpleNamespace(
-        master_check=BY_ROUNDING, transfer=None, folder="here", masters_are_derived=lambda name: False,
-        arguments=JobArguments.of({}), logical_tensor=lambda kind, name: None,
+        files=SimpleNamespace(transfer=None, folder="here"),
+        job=SimpleNamespace(master_check=BY_ROUNDING, arguments=lambda: JobArguments.of({})),
+        optimizer=SimpleNamespace(masters_are_derived=lambda name: False), logical_tensor=lambda kind, name: None,
     )  # fmt: skip
     prover = live_check.Prover({shard: master}, checkpoint)
     if looked:

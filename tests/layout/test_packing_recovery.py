@@ -13,6 +13,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import ModelMismatchError, PackingError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import STORED_ORDER
+from mcore_ckpt_ext.formats.parts import Job
 from mcore_ckpt_ext.layout import parameter_order
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region
@@ -37,14 +38,14 @@ def assert_equals_truth(checkpoint: Checkpoint, truth: dict[str, torch.Tensor]) 
 def test_everything_equals_the_truth(checkpoint_fixture: Fixture) -> None:
     checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
     job = checkpoint_fixture.job
-    assert checkpoint.optimizer_format == job["sharding_type"]
-    assert checkpoint.iteration == job["iteration"]
+    assert checkpoint.optimizer.format() == job["sharding_type"]
+    assert checkpoint.job.iteration() == job["iteration"]
     layout = job["layout"]
-    found = checkpoint.layout
+    found = checkpoint.job.layout
     assert (found.tensor, found.pipeline, found.virtual_pipeline) == (layout["tp"], layout["pp"], layout["vpp"] or 1)
     assert (found.data, found.context, found.world) == (layout["dp"], layout["cp"], job["world_size"])
-    assert checkpoint.args["num_layers"] == job["args"]["num_layers"]
-    assert checkpoint.common["opt_param_scheduler"] == job["scheduler"]
+    assert checkpoint.job.args["num_layers"] == job["args"]["num_layers"]
+    assert checkpoint.job.common()["opt_param_scheduler"] == job["scheduler"]
     assert_equals_truth(checkpoint, checkpoint_fixture.truth)
 
 
@@ -58,7 +59,7 @@ def test_one_state_in_four_formats_and_three_versions_is_one() -> None:
 def test_shifted_masters_are_repaired_and_lost_ones_named(corrupted_fixture: Fixture) -> None:
     """Exactly the corrupted tensors are named; every element that is anywhere on disk is found; the rest is refused."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(corrupted_fixture.run)
-    state = checkpoint.optimizer
+    state = checkpoint.optimizer.state()
     assert set(state.shifted) == wrong_masters(corrupted_fixture)
     for key, expected in corrupted_fixture.truth.items():
         kind, _, name = key.partition(".")
@@ -69,7 +70,7 @@ def test_shifted_masters_are_repaired_and_lost_ones_named(corrupted_fixture: Fix
         with pytest.raises(ModelMismatchError, match=name):
             checkpoint.tensor(kind, name).read()
         for stored in state.stored(kind, name):
-            values = read_slice(state, checkpoint.transfer, kind, stored.slice)
+            values = read_slice(state, checkpoint.files.transfer, kind, stored.slice)
             assert torch.equal(values, part_of(expected, stored.slice)), key
     assert 0 < sum(state.lost_elements().values()) < 400
 
@@ -77,7 +78,7 @@ def test_shifted_masters_are_repaired_and_lost_ones_named(corrupted_fixture: Fix
 def test_the_lost_elements_are_those_of_an_independent_simulation() -> None:
     """p23 comes with a simulation of the writer: what is lost, element by element."""
     fixture = fixture_named("p23")
-    state = mcore_ckpt_ext.open_checkpoint(fixture.run).optimizer
+    state = mcore_ckpt_ext.open_checkpoint(fixture.run).optimizer.state()
     simulated = fixture.job["corruption"]
     assert state.shifted == simulated["affected_tensors"]
     for name, counts in simulated["per_param"].items():
@@ -86,19 +87,19 @@ def test_the_lost_elements_are_those_of_an_independent_simulation() -> None:
 
 def test_discovery_by_content_finds_every_layout(flat_fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all witnesses withheld the bytes alone give the same layout; the proof confirms it."""
-    monkeypatch.setattr(type(mcore_ckpt_ext.open_checkpoint(flat_fixture.run)), "orders", lambda self: [])
+    monkeypatch.setattr(Job, "orders", lambda self: [])
     checkpoint = mcore_ckpt_ext.open_checkpoint(flat_fixture.run)
     assert_equals_truth(checkpoint, flat_fixture.truth)
-    assert checkpoint.optimizer.order_sources() == ["discovery by content"]
+    assert checkpoint.optimizer.state().order_sources() == ["discovery by content"]
 
 
 def test_a_wrong_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the order of the other spec at hand: it is refused, and discovery takes over."""
     fixture = fixture_named("p01")
-    monkeypatch.setattr(Checkpoint, "orders", lambda self: [parameter_order.TRANSFORMER_ENGINE])
+    monkeypatch.setattr(Job, "orders", lambda self: [parameter_order.TRANSFORMER_ENGINE])
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     assert_equals_truth(checkpoint, fixture.truth)
-    assert checkpoint.optimizer.order_sources() == ["discovery by content"]
+    assert checkpoint.optimizer.state().order_sources() == ["discovery by content"]
 
 
 def test_the_order_is_the_stored_one_or_that_of_the_spec_that_wrote(flat_fixture: Fixture) -> None:
@@ -106,7 +107,7 @@ def test_the_order_is_the_stored_one_or_that_of_the_spec_that_wrote(flat_fixture
     checkpoint.names("fp32_param")
     engine = flat_fixture.job["args"]["transformer_impl"] == "transformer_engine"
     spec = "the Transformer Engine layer spec" if engine else "the local layer spec"
-    assert checkpoint.optimizer.order_sources() == [STORED_ORDER if checkpoint.format == "torch" else spec]
+    assert checkpoint.optimizer.state().order_sources() == [STORED_ORDER if checkpoint.format.name == "torch" else spec]
 
 
 def test_a_region_is_read_alone() -> None:
@@ -119,9 +120,9 @@ def test_a_region_is_read_alone() -> None:
 
 def test_opening_reads_nothing_but_metadata(checkpoint_fixture: Fixture) -> None:
     checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
-    assert checkpoint.layout.world and checkpoint.names("weight")
+    assert checkpoint.job.layout.world and checkpoint.names("weight")
     data = [path for path in checkpoint_fixture.iteration.rglob("*") if path.suffix in (".distcp", ".pt")]
-    assert checkpoint.reader.bytes_read < sum(path.stat().st_size for path in data) / 4
+    assert checkpoint.files.reader.bytes_read < sum(path.stat().st_size for path in data) / 4
 
 
 def test_the_sidecar_is_the_first_source_of_order(flat_fixture: Fixture, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_the_sidecar_is_the_first_source_of_order(flat_fixture: Fixture, tmp_pat
     (fixture.iteration / "mcore_ckpt_ext.json").write_text(sidecar.to_json())
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     assert_equals_truth(checkpoint, fixture.truth)
-    assert checkpoint.optimizer.order_sources() == ["the sidecar"]
+    assert checkpoint.optimizer.state().order_sources() == ["the sidecar"]
 
 
 def test_a_wrong_sidecar_is_not_used(damaged: Fixture) -> None:
@@ -142,8 +143,11 @@ def test_a_wrong_sidecar_is_not_used(damaged: Fixture) -> None:
     (damaged.iteration / "mcore_ckpt_ext.json").write_text(text)
     checkpoint = mcore_ckpt_ext.open_checkpoint(damaged.run)
     assert_equals_truth(checkpoint, damaged.truth)
-    assert checkpoint.optimizer.order_sources() == ["the local layer spec instead of the sidecar", "the sidecar"]
-    (told,) = checkpoint.notices()
+    assert checkpoint.optimizer.state().order_sources() == [
+        "the local layer spec instead of the sidecar",
+        "the sidecar",
+    ]
+    (told,) = checkpoint.format.notices(checkpoint)
     assert told.startswith("mcore_ckpt_ext.json is ignored: ") and "dp_group_idx_1" in told
 
 
@@ -189,12 +193,12 @@ def test_a_lying_sidecar_that_no_proof_sees(lie: Callable[[str], str], told: str
     place = fixture.iteration / "mcore_ckpt_ext.json"
     honest = recorded_layout(fixture).to_json()
     place.write_text(honest)
-    assert mcore_ckpt_ext.open_checkpoint(fixture.run).notices() == []
+    assert mcore_ckpt_ext.open_checkpoint(fixture.run).format.notices(mcore_ckpt_ext.open_checkpoint(fixture.run)) == []
     place.write_text(lie(honest))
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     for name in EQUAL:
         assert torch.equal(checkpoint.tensor("exp_avg", name).read().float(), fixture.truth[f"exp_avg.{name}"].float())
-    assert any("is ignored" in note and told in note for note in checkpoint.notices())
+    assert any("is ignored" in note and told in note for note in checkpoint.format.notices(checkpoint))
     found = mcore_ckpt_ext.verify(fixture.run)
     assert found.sound
     assert any(finding.severity == "warning" and told in finding.what for finding in found.findings)
@@ -205,9 +209,9 @@ def test_a_sidecar_of_the_users_own_modules_is_used(tmp_path: Path) -> None:
     fixture = fixture_named("p48").copy_to(tmp_path / "p48")
     (fixture.iteration / "mcore_ckpt_ext.json").write_text(exchanged(recorded_layout(fixture).to_json()))
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
-    checkpoint.common["args"].spec = ["my_model", "layer_spec"]
-    assert checkpoint.notices() == []
-    assert checkpoint.optimizer.order_sources() == ["the sidecar"]
+    checkpoint.job.common()["args"].spec = ["my_model", "layer_spec"]
+    assert checkpoint.format.notices(checkpoint) == []
+    assert checkpoint.optimizer.state().order_sources() == ["the sidecar"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "written_by": 3}', "null"])

@@ -70,8 +70,8 @@ def test_a_published_sidecar_is_bound_to_its_index(remainders: Fixture) -> None:
         remainders.iteration
     )
     checkpoint = open_checkpoint(remainders.run)
-    assert checkpoint.sidecar is not None
-    assert checkpoint.sidecar_problem is None
+    assert checkpoint.job.found_sidecar().sidecar is not None
+    assert checkpoint.job.found_sidecar().problem is None
     found = verify(remainders.run)
     assert found.sound
     assert "optimizer digests" in [check.name for check in found.checks]
@@ -98,7 +98,9 @@ def test_a_stale_sidecar_is_reported_and_ignored(way: str, remainders: Fixture, 
     assert "optimizer digests" not in [check.name for check in found.checks]
     checkpoint = open_checkpoint(remainders.run)
     assert differing(remainders.truth, everything_in(checkpoint)) == []
-    assert any(f"{FILE_NAME} is ignored: " in notice and why in notice for notice in checkpoint.notices())
+    assert any(
+        f"{FILE_NAME} is ignored: " in notice and why in notice for notice in checkpoint.format.notices(checkpoint)
+    )
 
 
 def test_an_unknown_order_is_no_damage(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,11 +103,11 @@ def gathered_in_fp8(fixture: Fixture) -> Fixture:
     assert len(names) == 16
     for name in names:
         for stored in checkpoint.stored("weight", name):
-            values = read_slice(checkpoint, checkpoint.transfer, "weight", stored.slice).float()
+            values = read_slice(checkpoint, checkpoint.files.transfer, "weight", stored.slice).float()
             scale = 448 / values.abs().max()
             dequantized = ((values * scale).to(torch.float8_e4m3fn).float() / scale).bfloat16()
-            payload = checkpoint.transfer.locate(stored.extent)
-            with (checkpoint.folder / payload.file).open("r+b") as file:
+            payload = checkpoint.files.transfer.locate(stored.extent)
+            with (checkpoint.files.folder / payload.file).open("r+b") as file:
                 file.seek(payload.offset + 2 * stored.first)
                 file.write(dequantized.view(torch.uint8).numpy().tobytes())
     with zipfile.ZipFile(fixture.iteration / "common.pt") as archive:
@@ -117,7 +117,7 @@ def gathered_in_fp8(fixture: Fixture) -> Fixture:
             value = content.find(pickle.NEWFALSE, content.find(b"fp8_param_gather"))
             pickled = name.endswith("data.pkl")
             archive.writestr(name, content[:value] + pickle.NEWTRUE + content[value + 1 :] if pickled else content)
-    assert open_checkpoint(fixture.run).arguments.fp8_param_gather
+    assert open_checkpoint(fixture.run).job.arguments().fp8_param_gather
     return fixture
 
 
@@ -164,7 +164,7 @@ def test_buffers_of_quantized_parameters_in_a_job_that_has_none(tmp_path: Path) 
 
 def test_remainders_of_quantized_parameters() -> None:
     checkpoint = open_checkpoint(fixture_named("p47").run)
-    checkpoint.common["args"].fp8_param_gather = True
+    checkpoint.job.common()["args"].fp8_param_gather = True
     refused(checkpoint, "remainders of bf16 weights as masters, in a job whose weights are fp8 or fp4")
 
 
@@ -177,7 +177,7 @@ def test_a_precision_aware_optimizer_with_whole_masters_is_read() -> None:
     """It stores what any other does (`get_unscaled_state`); only its arguments tell."""
     fixture = fixture_named("p10")
     checkpoint = open_checkpoint(fixture.run)
-    checkpoint.common["args"].use_precision_aware_optimizer = True
+    checkpoint.job.common()["args"].use_precision_aware_optimizer = True
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     assert torch.equal(checkpoint.tensor("fp32_param", name).read(), fixture.truth[f"fp32_param.{name}"])
 
@@ -219,7 +219,7 @@ def test_moments_whose_scale_is_missing(copied: Fixture, dtype: torch.dtype) -> 
     ("weight", "found"), [(None, "no weight"), (LogicalTensor("", (), "float16"), "a weight of float16")]
 )
 def test_remainders_without_the_weights_that_they_belong_to(weight: LogicalTensor | None, found: str) -> None:
-    state = open_checkpoint(fixture_named("p47").run).optimizer
+    state = open_checkpoint(fixture_named("p47").run).optimizer.state()
     weights: Any = SimpleNamespace(logical_tensor=lambda kind, name: weight)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     says = f"which are missing; found: {found}; expected: a bfloat16 weight; where: {name}.*another iteration"
@@ -232,5 +232,5 @@ def test_transposed_experts(implementation: dict[str, Any]) -> None:
     """GroupedMLP: weights are stored as anybody's, the flat optimizer state is transposed."""
     checkpoint = open_checkpoint(fixture_named("p09").run)
     arguments = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": False, **implementation}
-    vars(checkpoint.common["args"]).update(arguments)
+    vars(checkpoint.job.common()["args"]).update(arguments)
     refused(checkpoint, "transposed, and their weights are not.*--dist-ckpt-optim-fully-reshardable")

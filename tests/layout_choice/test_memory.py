@@ -23,7 +23,7 @@ def test_weights_that_are_joined_are_those_of_genuine_ranks(name: str, is_gated:
     """Megatron copies the gated first projection of every MLP and expert, and no other weight."""
     fixture = fixture_named(name)
     checkpoint = open_checkpoint(fixture.run)
-    job, layout = checkpoint.arguments, checkpoint.layout
+    job, layout = checkpoint.job.arguments(), checkpoint.job.layout
     split = next(stage_splits(job, layout.pipeline, layout.virtual_pipeline, NEWEST))
     choice = Choice(job, table_of(checkpoint, job), layout, split, 1, 8, NEWEST)
     held = choice.table.stages(split.ranges, layout.tensor, layout.expert_tensor, layout.expert)

@@ -202,12 +202,12 @@ def test_a_key_that_nobody_knows_is_in_every_account(name: str, tmp_path: Path) 
     make, add = FOLDERS[name]
     place = make(tmp_path / "folder")
     folder = place.parent if name == "verl" else place
-    assert mcore_ckpt_ext.open_checkpoint(folder).format in (name, "torch_dist", "torch")
+    assert mcore_ckpt_ext.open_checkpoint(folder).format.name in (name, "torch_dist", "torch")
     before = inspect(folder).account
     add(place)
     verified, compared = verify(folder, quick=True).account, compare(folder, folder, kinds=[WEIGHT])
     target = mcore_ckpt_ext.Canonical()
-    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(folder).unread() if item.of_optimizer]
+    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(folder).files.unread() if item.of_optimizer]
     converted = mcore_ckpt_ext.convert(folder, tmp_path / "out", target, drop=kinds, dry_run=True).account
     inspected = inspect(folder).account
     assert verified is not None
@@ -230,7 +230,7 @@ def of_canonical(folder: Path) -> Path:
 
 def add_to_canonical(folder: Path) -> None:
     about = json.loads((folder / "common.json").read_text())
-    about["common"] = encode({**mcore_ckpt_ext.open_checkpoint(folder).common, OTHER: STRANGE})
+    about["common"] = encode({**mcore_ckpt_ext.open_checkpoint(folder).job.common(), OTHER: STRANGE})
     (without_digests(folder) / "common.json").write_text(json.dumps(about))
 
 
@@ -287,7 +287,9 @@ def told(account: Account | None) -> list[str]:
 def of_a_conversion(folder: Path, out: Path) -> Account:
     """The account of a conversion that leaves out all optimizer state that it cannot convert."""
     base = base_of(folder)
-    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(folder, weights=base).unread() if item.of_optimizer]
+    kinds = [
+        item.kind for item in mcore_ckpt_ext.open_checkpoint(folder, weights=base).files.unread() if item.of_optimizer
+    ]
     target = mcore_ckpt_ext.Canonical()
     return mcore_ckpt_ext.convert(folder, out, target, drop=kinds, dry_run=True, weights=base).account
 
@@ -311,7 +313,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     root, found = tmp_path_factory.mktemp("strangers"), {}
     for name, (make_folder, add, key) in STRANGERS.items():
         folder = make_folder(root / name)
-        assert mcore_ckpt_ext.open_checkpoint(folder, weights=base_of(folder)).format == name
+        assert mcore_ckpt_ext.open_checkpoint(folder, weights=base_of(folder)).format.name == name
         add(folder)
         found[name] = (folder, key)
     return found

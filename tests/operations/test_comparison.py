@@ -81,7 +81,7 @@ def test_a_checkpoint_equals_the_truth_of_its_live_job(canonical: Path) -> None:
 def test_one_bit_is_one_difference(damaged: Fixture, kind: str) -> None:
     checkpoint = open_checkpoint(damaged.run)
     path, position = payload_position(checkpoint, kind, MATRIX, 700)
-    before = float(checkpoint.transfer and fixture_named("p01").truth[f"{kind}.{MATRIX}"].flatten()[700])
+    before = float(checkpoint.files.transfer and fixture_named("p01").truth[f"{kind}.{MATRIX}"].flatten()[700])
     flip(path, position, bit=1)
     found = only_difference(compare(damaged.run, fixture_named("p08b").run))
     assert (found.kind, found.name, found.different, found.elements) == (kind, MATRIX, 1, 4096)

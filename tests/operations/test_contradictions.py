@@ -392,7 +392,7 @@ def test_reported_settings(change: Any, said: str, tmp_path: Path) -> None:
     assert any(said in f"{found.where}: {found.what}" for found in result.findings) or not said
     report = mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
     assert any(said in note for note in report.notes)
-    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "out").iteration == 4
+    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "out").job.iteration() == 4
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -70,9 +70,9 @@ def test_torch_dist_for_every_version(name: str, version: str, tmp_path: Path) -
     written = mcore_ckpt_ext.open_checkpoint(tmp_path / "out")
     newer = tuple(map(int, version.split("."))) >= (0, 15)
     distributed = "fully_reshardable" if newer else "fully_sharded_model_space"
-    assert written.optimizer_format == ("no_distributed_optimizer" if is_plain(checkpoint_fixture) else distributed)
-    assert (written.folder / "common.pt").exists() == (not version.startswith("0.19"))
-    assert written.iteration == 4
+    assert written.optimizer.format() == ("no_distributed_optimizer" if is_plain(checkpoint_fixture) else distributed)
+    assert (written.files.folder / "common.pt").exists() == (not version.startswith("0.19"))
+    assert written.job.iteration() == 4
     masters = sum(value.numel() for key, value in checkpoint_fixture.truth.items() if key.startswith("fp32_param."))
     assert report.proven_elements == masters
     assert sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file()) == report.bytes_written
@@ -80,7 +80,7 @@ def test_torch_dist_for_every_version(name: str, version: str, tmp_path: Path) -
 
 def legacy_cases() -> Iterator[tuple[str, tuple[int, int, int | None, int | None]]]:
     for name in INTACT:
-        arguments = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run).args
+        arguments = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run).job.args
         experts, layers = bool(arguments.get("num_experts")), arguments["num_layers"]
         possible = [
             (tensor, pipeline, virtual, expert)
@@ -105,13 +105,13 @@ def test_legacy_and_back_under_every_layout(
     )
     mcore_ckpt_ext.convert(source.run, tmp_path / "legacy", target)
     written = mcore_ckpt_ext.open_checkpoint(tmp_path / "legacy")
-    assert written.format == "torch"
-    assert written.optimizer_format == ("legacy_torch_per_parameter" if is_plain(source) else "legacy_torch")
-    assert (written.layout.tensor, written.layout.pipeline) == (tensor, pipeline)
+    assert written.format.name == "torch"
+    assert written.optimizer.format() == ("legacy_torch_per_parameter" if is_plain(source) else "legacy_torch")
+    assert (written.job.layout.tensor, written.job.layout.pipeline) == (tensor, pipeline)
     assert_equal(tmp_path / "legacy", source.truth)
-    written.optimizer.names()
+    written.optimizer.state().names()
     # The rank's own model gives the order of its buffers, or of its masters; nothing had to be searched for.
-    assert written.optimizer.order_sources() == [
+    assert written.optimizer.state().order_sources() == [
         f"the order of the stored {'masters' if is_plain(source) else 'model'}"
     ]
     mcore_ckpt_ext.convert(tmp_path / "legacy", tmp_path / "back", mcore_ckpt_ext.TorchDist())
@@ -128,8 +128,8 @@ def test_canonical_is_model_space_in_safetensors(checkpoint_fixture: Fixture, tm
     mcore_ckpt_ext.convert(tmp_path / "canonical", tmp_path / "back", mcore_ckpt_ext.TorchDist())
     assert_equal(tmp_path / "back", checkpoint_fixture.truth)
     source, back = (mcore_ckpt_ext.open_checkpoint(path) for path in (checkpoint_fixture.run, tmp_path / "back"))
-    assert back.common["opt_param_scheduler"] == source.common["opt_param_scheduler"]
-    decays = ({group["weight_decay"] for group in checkpoint.param_groups()} for checkpoint in (source, back))
+    assert back.job.common()["opt_param_scheduler"] == source.job.common()["opt_param_scheduler"]
+    decays = ({group["weight_decay"] for group in checkpoint.optimizer.param_groups()} for checkpoint in (source, back))
     assert next(decays) == next(decays)
 
 
@@ -162,8 +162,10 @@ def test_torch_reads_what_was_written(tmp_path: Path) -> None:
     """The archives hold for torch's own reader, checksums included."""
     mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.Legacy())
     checkpoint = mcore_ckpt_ext.open_checkpoint(tmp_path / "out")
-    for file, offset, length in checkpoint.archives():
-        mcore_ckpt_ext.storage.torch_archive.TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
+    for file, offset, length in checkpoint.files.archives():
+        mcore_ckpt_ext.storage.torch_archive.TorchArchive(
+            checkpoint.files.reader, file, offset, length
+        ).verify_checksums()
     for path in (tmp_path / "out").rglob("distrib_optim.pt"):
         state = torch.load(path, weights_only=True)
         assert state["buckets_coalesced"] is True
@@ -217,7 +219,7 @@ class TestRefusals:
     def test_a_flipped_bit_of_a_random_state(self, name: str, tmp_path: Path) -> None:
         """A tensor among pickled objects, which no plan reads."""
         damaged = fixture_named(name).copy_to(tmp_path / name)
-        (states, *_) = mcore_ckpt_ext.open_checkpoint(damaged.run).random_states().values()
+        (states, *_) = mcore_ckpt_ext.open_checkpoint(damaged.run).states.random().values()
         state = (states[0] if isinstance(states, list) else states)["torch_rng_state"].numpy().tobytes()
         files = sorted(path for path in damaged.iteration.rglob("*") if path.is_file())
         file = next(path for path in files if state in path.read_bytes())
@@ -251,7 +253,7 @@ class TestRefusals:
             mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert (tmp_path / "out" / "iter_0000004" / ".metadata").read_bytes() == before
         mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.Legacy(), force=True)
-        assert mcore_ckpt_ext.open_checkpoint(tmp_path / "out").format == "torch"
+        assert mcore_ckpt_ext.open_checkpoint(tmp_path / "out").format.name == "torch"
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
     def test_force_never_takes_other_iterations_along(self, tmp_path: Path) -> None:

@@ -60,9 +60,13 @@ def content(folder: Path) -> Any:
         key: (str(values.dtype), tuple(values.shape), values.reshape(-1).view(torch.uint8).numpy().tobytes())
         for key, values in tensors.items()
     }
-    groups = checkpoint.param_groups() if checkpoint.optimizer_format else []
-    states = dict(checkpoint.extra_states()), list(checkpoint.random_states().items()), checkpoint.grad_scaler()
-    return digests, json.dumps(encode([dict(checkpoint.common), groups, *states]))
+    groups = checkpoint.optimizer.param_groups() if checkpoint.optimizer.format() else []
+    states = (
+        dict(checkpoint.states.extra()),
+        list(checkpoint.states.random().items()),
+        checkpoint.optimizer.grad_scaler(),
+    )
+    return digests, json.dumps(encode([dict(checkpoint.job.common()), groups, *states]))
 
 
 def is_noticed(folder: Path, scratch: Path) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.formats.parts import Job
 from mcore_ckpt_ext.job.releases import FIRST_ARGUMENTS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
@@ -80,7 +81,7 @@ def test_the_maps_of_gradient_buffers_are_those_that_the_content_confirms(any_fi
         return
     checkpoint = mcore_ckpt_ext.open_checkpoint(any_fixture.run)
     if found.optimizer_format not in ("fully_sharded_model_space", "legacy_torch_per_parameter"):
-        optimizer = checkpoint.optimizer
+        optimizer = checkpoint.optimizer.state()
         for group in optimizer.groups.values():
             for bucket, placements in optimizer.packing_of(group).packing.items():
                 (mapped,) = (m for m in found.buffers if (m.group, m.buffer) == (str(group), str(bucket)))
@@ -109,7 +110,7 @@ def test_every_file_is_explained() -> None:
 
 
 def test_places_of_ranks_are_those_of_the_job(any_fixture: Fixture) -> None:
-    found = mcore_ckpt_ext.open_checkpoint(any_fixture.run).layout
+    found = mcore_ckpt_ext.open_checkpoint(any_fixture.run).job.layout
     for rank in any_fixture.job.get("ranks", ()):  # p08c: two ranks, not recorded
         where = rank["coords"]
         expected = (where["tp"], where.get("cp", 0), where["dp"], where["pp"])
@@ -158,7 +159,7 @@ def test_an_earlier_release_than_the_writer() -> None:
 def test_files_alone_narrow_the_version(name: str, expected: str) -> None:
     """Without the arguments, which a launcher may rewrite."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
-    checkpoint.common["args"].__dict__.clear()
+    checkpoint.job.common()["args"].__dict__.clear()
     writer = versions.writer_of(checkpoint)
     assert writer.version == expected
     without = "content metadata" in {item.what.removeprefix("no ") for item in writer.evidence}
@@ -168,8 +169,8 @@ def test_files_alone_narrow_the_version(name: str, expected: str) -> None:
 def test_a_map_that_the_chunks_contradict_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """The local spec first, for a checkpoint of Transformer Engine's: its borders are not those of the chunks."""
     run = fixture_named("p21").run
-    orders = mcore_ckpt_ext.open_checkpoint(run).orders()
-    monkeypatch.setattr(mcore_ckpt_ext.Checkpoint, "orders", lambda self: orders[::-1])
+    orders = mcore_ckpt_ext.open_checkpoint(run).job.orders()
+    monkeypatch.setattr(Job, "orders", lambda self: orders[::-1])
     found = inspect(run, buffers=True)
     assert all(item.order_source.startswith("the Transformer Engine layer spec") for item in found.buffers)
 
@@ -209,7 +210,7 @@ def test_contradicting_evidence_is_not_explained_away(damaged: Fixture) -> None:
     def written_by(without: Iterable[str]) -> str:
         found = mcore_ckpt_ext.open_checkpoint(damaged.run)
         for name in without:
-            vars(found.common["args"]).pop(name, None)
+            vars(found.job.common()["args"]).pop(name, None)
         return versions.writer_of(found).version
 
     assert written_by(["tiktoken_pattern"]) == "0.16", "one argument that a fork took out decides nothing"

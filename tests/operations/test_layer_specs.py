@@ -72,7 +72,7 @@ def test_a_model_that_0_19_does_not_build_of_the_other_layers() -> None:
 
 def test_a_third_layer_spec() -> None:
     source = open_checkpoint(fixture_named("p21").run)
-    other = source.arguments.replace(transformer_impl="inference_optimized")
+    other = source.job.arguments().replace(transformer_impl="inference_optimized")
     source = replace(source, job=replace(source.job, arguments=lambda: other))
     with pytest.raises(UnsupportedCheckpointError, match="other layer specs.*found: inference_optimized"):
         under_layer_spec(source, "local")
@@ -97,7 +97,7 @@ LOCAL, ENGINE = "local", "transformer_engine"
 def test_there_and_back(fixture: str, spec: Any, target: Any, tmp_path: Path) -> None:
     source, other = fixture_named(fixture), ENGINE if spec == LOCAL else LOCAL
     there = convert(source.run, tmp_path / "there", target(transformer_impl=other))
-    assert open_checkpoint(there.destination).arguments.transformer_impl == other
+    assert open_checkpoint(there.destination).job.arguments().transformer_impl == other
     assert compare(source.run, there.destination).equal
     assert verify(there.destination).sound
     back = convert(there.destination, tmp_path / "back", TorchDist(transformer_impl=spec))
@@ -114,4 +114,4 @@ def test_notes_on_a_change_of_layer_spec(tmp_path: Path) -> None:
     assert any(note.endswith("does not have: empty, as in a fresh model") for note in engine.notes)
     local = convert(fixture_named("p22").run, tmp_path / "local", TorchDist(transformer_impl="local"))
     assert "the local spec has experts one by one: without --moe-grouped-gemm" in local.notes
-    assert not open_checkpoint(local.destination).arguments.moe_grouped_gemm
+    assert not open_checkpoint(local.destination).job.arguments().moe_grouped_gemm

@@ -44,7 +44,7 @@ WITH_BUFFERS = [name for name in INTACT if name.split("_")[0] not in ("p07", "p0
 def choice_of(name: str) -> Choice:
     """A fixture under its own layout."""
     checkpoint = open_checkpoint(fixture_named(name).run)
-    job, layout = checkpoint.arguments, checkpoint.layout
+    job, layout = checkpoint.job.arguments(), checkpoint.job.layout
     split = next(stage_splits(job, layout.pipeline, layout.virtual_pipeline, NEWEST))
     return Choice(job, table_of(checkpoint, job), layout, split, 1, 8, NEWEST)
 
@@ -121,7 +121,7 @@ def bytes_of_rank(rank: dict[str, Any]) -> int:
 def test_bytes_read_are_those_that_genuine_ranks_hold(name: str) -> None:
     """Under its own layout a rank reads its weights and its own state, however the optimizer is distributed."""
     fixture = fixture_named(name)
-    layout = open_checkpoint(fixture.run).layout
+    layout = open_checkpoint(fixture.run).job.layout
     pins = {
         label: getattr(layout, attribute) for label, attribute in PINS.items() if attribute not in ("virtual_pipeline",)
     }
@@ -262,7 +262,7 @@ def test_a_number_of_layers_that_the_weights_contradict() -> None:
 def without_arguments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a job that stored no arguments."""
     copy = fixture_named("p01").copy_to(tmp_path_factory.mktemp("without") / "copy")
-    common = {key: value for key, value in open_checkpoint(copy.run).common.items() if key != "args"}
+    common = {key: value for key, value in open_checkpoint(copy.run).job.common().items() if key != "args"}
     torch.save(common, copy.iteration / "common.pt")
     return copy.run
 

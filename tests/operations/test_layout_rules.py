@@ -44,7 +44,7 @@ def accepts(run: Path, tensor: int, pipeline: int, virtual: int, expert: int) ->
 def test_files_are_planned_for_no_layout_that_plan_refuses(name: str, tmp_path: Path) -> None:
     """The product of layouts; a division of the layers that needs flags is the only one that `plan` alone offers."""
     run, differing = fixture_named(name).run, []
-    experts = mcore_ckpt_ext.open_checkpoint(run).arguments.num_experts
+    experts = mcore_ckpt_ext.open_checkpoint(run).job.arguments().num_experts
     for sizes in SIZES:
         if sizes[3] > 1 and not experts:
             continue
@@ -89,7 +89,7 @@ def test_the_written_world_has_all_expert_ranks(tmp_path: Path) -> None:
     """The world size is a multiple of TP x PP and of EP x ETP x PP, however many ranks the source had."""
     target = Legacy(tensor_model_parallel_size=1, pipeline_model_parallel_size=2, expert_model_parallel_size=4)
     mcore_ckpt_ext.convert(fixture_named("p09").run, tmp_path / "out", target)
-    layout = mcore_ckpt_ext.open_checkpoint(tmp_path / "out").layout
+    layout = mcore_ckpt_ext.open_checkpoint(tmp_path / "out").job.layout
     assert (layout.expert, layout.world % 8) == (4, 0)
     assert mcore_ckpt_ext.verify(tmp_path / "out").sound
 

@@ -100,7 +100,7 @@ def test_links_within_a_folder_are_followed(damaged: Fixture, tmp_path: Path) ->
     (damaged.iteration / "common.pt").symlink_to("kept.pt")
     damaged.iteration.rename(tmp_path / "iter_0000004")
     damaged.iteration.symlink_to(tmp_path / "iter_0000004")
-    assert mcore_ckpt_ext.open_checkpoint(damaged.run).iteration == 4
+    assert mcore_ckpt_ext.open_checkpoint(damaged.run).job.iteration() == 4
 
 
 def pipe(path: Path) -> None:

@@ -45,10 +45,10 @@ OUR_NAMES = {
 def pickles_of(folder: Path) -> Iterator[bytes]:
     """Every pickle of a run folder that was written: the index, and of each archive."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
-    if (index := checkpoint.folder / ".metadata").exists():
+    if (index := checkpoint.files.folder / ".metadata").exists():
         yield index.read_bytes()
-    for file, offset, length in set(checkpoint.archives()):
-        data = (checkpoint.folder / file).read_bytes()[offset : offset + length]
+    for file, offset, length in set(checkpoint.files.archives()):
+        data = (checkpoint.files.folder / file).read_bytes()[offset : offset + length]
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             yield archive.read("archive/data.pkl")
 
@@ -145,7 +145,7 @@ def test_an_honest_source_loses_nothing(to: str, canonical: Path, tmp_path: Path
     assert names_in(tmp_path / "out") <= OUR_NAMES
     assert not any("left out" in note or "written empty" in note for note in report.notes)
     written, source = (mcore_ckpt_ext.open_checkpoint(path) for path in (tmp_path / "out", canonical))
-    assert repr(written.random_states()) == repr(source.random_states())
+    assert repr(written.states.random()) == repr(source.states.random())
 
 
 STDLIB = [hostile("posix", "system", "true"), hostile("os", "system", "true"), {"$class": ["builtins", "eval"]}]

@@ -138,7 +138,7 @@ def test_fewer_gpus_where_no_layout_uses_all(capsys: pytest.CaptureFixture[str])
 def test_stock_resumes_as_the_policy_says(name: str, version: str, expected: bool) -> None:
     """Under the job's own layout: torch's Adam, zarr, an offloaded optimizer and a folder without arguments."""
     run = fixture_named(name).run
-    gpus = open_checkpoint(run).layout.world
+    gpus = open_checkpoint(run).job.layout.world
     assert plan(run, gpus, megatron_version=version).layouts[0].stock_resumes is expected
 
 

@@ -66,7 +66,7 @@ def test_a_copy_is_as_recorded(recorded: tuple[Path, Path], copy: Path) -> None:
 
 
 def test_files_that_are_missing_changed_or_more_are_named(recorded: tuple[Path, Path], copy: Path) -> None:
-    iteration = Path(mcore_ckpt_ext.open_checkpoint(copy).folder)
+    iteration = Path(mcore_ckpt_ext.open_checkpoint(copy).files.folder)
     (iteration / "surplus").write_text("x")
     (iteration / "__0_0.distcp").unlink()
     with (iteration / "metadata.json").open("a") as stream:
@@ -192,14 +192,14 @@ def test_processes_share_a_record_and_a_comparison(size: int, recorded: tuple[Pa
 
 
 def test_a_manifest_in_the_checkpoint_is_no_file_of_it(copy: Path) -> None:
-    manifest = Path(mcore_ckpt_ext.open_checkpoint(copy).folder) / "SHA256SUMS"
+    manifest = Path(mcore_ckpt_ext.open_checkpoint(copy).files.folder) / "SHA256SUMS"
     for _ in range(2):  # an earlier one is replaced
         mcore_ckpt_ext.verify(copy, record=manifest)
     assert differences(mcore_ckpt_ext.verify(copy, against=manifest)) == []
 
 
 def test_a_file_name_that_is_not_unicode_is_recorded(copy: Path, tmp_path: Path) -> None:
-    iteration = mcore_ckpt_ext.open_checkpoint(copy).folder
+    iteration = mcore_ckpt_ext.open_checkpoint(copy).files.folder
     (iteration / os.fsdecode(b"notes\xff")).write_text("x")
     mcore_ckpt_ext.verify(copy, record=tmp_path / "manifest")
     assert b"  notes\xff\n" in (tmp_path / "manifest").read_bytes()
@@ -212,7 +212,7 @@ def test_damaged_checkpoints_are_not_recorded(tmp_path: Path) -> None:
 
 
 def test_a_list_of_sha256sum_compares_files_alone(copy: Path, tmp_path: Path) -> None:
-    iteration = mcore_ckpt_ext.open_checkpoint(copy).folder
+    iteration = mcore_ckpt_ext.open_checkpoint(copy).files.folder
     printed = subprocess.run("sha256sum * .metadata", shell=True, cwd=iteration, capture_output=True, text=True)
     (tmp_path / "list").write_text(printed.stdout)
     found = mcore_ckpt_ext.verify(copy, against=tmp_path / "list")

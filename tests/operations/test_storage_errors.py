@@ -154,7 +154,7 @@ def test_what_cannot_be_removed_after_publishing(
     (left,) = tmp_path.glob("out.partial-*")
     assert str(left) in note and f"the new {out} is complete" in note
     assert ("the folder that it replaced" in note) == replaces
-    assert mcore_ckpt_ext.open_checkpoint(out).format == "canonical"
+    assert mcore_ckpt_ext.open_checkpoint(out).format.name == "canonical"
     assert main(words) == 0  # the next one tidies up
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

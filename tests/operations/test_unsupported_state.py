@@ -30,7 +30,7 @@ READ = [name for name in FIXTURES if name[:3] not in ("p50", "p51")]
 def strange(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
     """Each of the real checkpoints, with two tensors more than anybody knows."""
     copied = fixture_named(request.param).copy_to(tmp_path / "strange")
-    ADDING[mcore_ckpt_ext.open_checkpoint(copied.run).format](copied.iteration)
+    ADDING[mcore_ckpt_ext.open_checkpoint(copied.run).format.name](copied.iteration)
     return copied
 
 
@@ -39,7 +39,7 @@ def test_unknown_keys_are_named(strange: Fixture, tmp_path: Path, capsys: pytest
     with pytest.raises(UnsupportedCheckpointError, match=rf"would be lost; found: {LOST} \(\d.*--drop unknown;"):
         mcore_ckpt_ext.convert(strange.run, tmp_path / "out", target, accept_lost=True)
     assert not (tmp_path / "out").exists()
-    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(strange.run).unread() if item.of_optimizer]
+    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(strange.run).files.unread() if item.of_optimizer]
     report = mcore_ckpt_ext.convert(strange.run, tmp_path / "out", target, accept_lost=True, drop=kinds, dry_run=True)
     named = {item.key.partition("/shard")[0]: item for item in report.unread if not item.why}
     assert named.keys() == {LOST, OTHER}
@@ -57,13 +57,13 @@ def test_unknown_keys_are_named(strange: Fixture, tmp_path: Path, capsys: pytest
     assert told.count(": unknown key") >= 4
     assert LOST in told
     # Lost elements cannot be compared, not even with themselves.
-    lost = mcore_ckpt_ext.open_checkpoint(strange.run).optimizer.lost_elements()
+    lost = mcore_ckpt_ext.open_checkpoint(strange.run).optimizer.state().lost_elements()
     assert told.splitlines()[-1].startswith("DIFFERENT" if lost else "NOT KNOWN TO BE EQUAL")
 
 
 @pytest.mark.parametrize("name", INTACT)
 def test_of_a_checkpoint_as_megatron_wrote_it_everything_is_known(name: str) -> None:
-    unread = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run).unread()
+    unread = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run).files.unread()
     assert {item.key for item in unread} <= {"rerun_state_machine", "rerun_state_machine_state"}
     assert all("belongs to the ranks" in item.why for item in unread)
 
@@ -72,13 +72,13 @@ def test_a_canonical_folder(tmp_path: Path) -> None:
     """What the common state of a source had too much is carried as it is, and named again."""
     mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.Canonical())
     about = json.loads((tmp_path / "run" / "common.json").read_text())
-    about["common"] = encode({**mcore_ckpt_ext.open_checkpoint(tmp_path / "run").common, OTHER: STRANGE})
+    about["common"] = encode({**mcore_ckpt_ext.open_checkpoint(tmp_path / "run").job.common(), OTHER: STRANGE})
     (without_digests(tmp_path / "run") / "common.json").write_text(json.dumps(about))
     for source, target in (("run", mcore_ckpt_ext.TorchDist()), ("out", mcore_ckpt_ext.Legacy())):
         destination = tmp_path / ("out" if source == "run" else "more")
         report = mcore_ckpt_ext.convert(tmp_path / source, destination, target)
         assert [(item.key, item.nbytes, item.carried) for item in report.unread] == [(OTHER, 12, True)]
-        assert torch.equal(mcore_ckpt_ext.open_checkpoint(destination).common[OTHER], STRANGE)
+        assert torch.equal(mcore_ckpt_ext.open_checkpoint(destination).job.common()[OTHER], STRANGE)
 
 
 class TestDropping:
@@ -88,7 +88,7 @@ class TestDropping:
             assert main(["convert", str(fixture_named("p02").run), str(tmp_path / target), "--to", target, *words]) == 0
             assert "left out: optimizer state exp_avg, 2" in capsys.readouterr().out
             written = mcore_ckpt_ext.open_checkpoint(tmp_path / target)
-            assert written.optimizer_format is None
+            assert written.optimizer.format() is None
             assert compare(fixture_named("p02").run, tmp_path / target, kinds=["weight"]).equal or target == "hf"
 
     @pytest.mark.parametrize("kind", ["exp_avg", "momentum_buffer"])

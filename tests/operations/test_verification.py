@@ -57,8 +57,8 @@ def findings(result: Verification, check: str | None = None) -> list[str]:
 def of_copy(checkpoint: Checkpoint, kind: str, name: str, copy: int) -> tuple[Path, int]:
     """File and byte of the first element of one of the copies of a tensor's first part."""
     stored = checkpoint.copies(kind, name)[0][copy][0]
-    payload = checkpoint.transfer.locate(stored.extent)
-    return checkpoint.folder / payload.file, payload.offset + stored.first * payload.dtype.itemsize
+    payload = checkpoint.files.transfer.locate(stored.extent)
+    return checkpoint.files.folder / payload.file, payload.offset + stored.first * payload.dtype.itemsize
 
 
 def put(path: Path, position: int, *values: float) -> None:
@@ -109,7 +109,7 @@ def test_damage_in_the_part_of_the_index_that_only_megatron_reads_is_named(damag
     path = damaged.iteration / METADATA_FILE
     data = path.read_bytes()
     path.write_bytes(data[:-200] + b"\xff" + data[-199:])
-    assert open_checkpoint(damaged.run).format_reader.index.has_plans, "this package resumes from the rest"
+    assert open_checkpoint(damaged.run).format.reader.index.has_plans, "this package resumes from the rest"
     (finding,) = findings(verify(damaged.run))
     assert finding.startswith(f"error {path}: the ranks' plans at its end cannot be read")
 
@@ -136,7 +136,7 @@ def test_a_flipped_byte_is_named(damaged: Fixture, kind: str) -> None:
 def test_a_flipped_byte_in_a_pickle_is_named(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
     place = next(
-        stored for key, stored in checkpoint.format_reader.index.objects.items() if key.startswith("rng_state")
+        stored for key, stored in checkpoint.format.reader.index.objects.items() if key.startswith("rng_state")
     )
     path = damaged.iteration / place.file
     position = path.read_bytes().index(b"data.pkl", place.offset) + 200
@@ -526,20 +526,20 @@ def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], e
 def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
     """A real index that lacks one chunk of a weight, and one of a bucket."""
     checkpoint = open_checkpoint(damaged.run)
-    arrays = dict(checkpoint.format_reader.index.arrays)
+    arrays = dict(checkpoint.format.reader.index.arrays)
     bucket = next(key for key in arrays if key.endswith("exp_avg"))
     for key in ("decoder.layers.mlp.linear_fc1.weight", bucket):
         arrays[key] = replace(arrays[key], chunks=arrays[key].chunks[1:])
-    checkpoint.format_reader.index = replace(checkpoint.format_reader.index, arrays=arrays)
+    checkpoint.format.reader.index = replace(checkpoint.format.reader.index, arrays=arrays)
     (weight,) = coverage.check_kind(checkpoint, WEIGHT)
     assert (weight.check, weight.where) == (COVERED, "weight decoder.layers.0.mlp.linear_fc1.weight")
-    (flat,) = coverage.check_arrays(checkpoint.optimizer)
+    (flat,) = coverage.check_arrays(checkpoint.optimizer.state())
     assert "dp_group_idx_0" in flat.where
 
 
 def test_records_that_overlap_are_seen(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
-    index, reader = checkpoint.format_reader.index, checkpoint.reader
+    index, reader = checkpoint.format.reader.index, checkpoint.files.reader
     assert check_index(reader, index)[:2] == ([], set())
     key, place = next((k, place) for k, place in index.objects.items() if place.offset > 0)
     objects = {**index.objects, key: place._replace(offset=place.offset - 1)}
@@ -552,7 +552,7 @@ def test_kinds_of_different_shape_are_reported(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
     content = ContentCheck(checkpoint, True, set())
     of_another_shape = replace(
-        SourceView.of(checkpoint.optimizer),
+        SourceView.of(checkpoint.optimizer.state()),
         logical_tensor=lambda kind, name: LogicalTensor(name, (1, 2), "float32"),
     )
     content._sources[EXP_AVG] = of_another_shape

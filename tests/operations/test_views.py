@@ -25,7 +25,7 @@ from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.renamed import NameMap
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, Composition, OpenedFormat
 from mcore_ckpt_ext.formats.views import renamed, with_first_moments, with_layer_form, without_optimizer
 from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated
 from mcore_ckpt_ext.model_space.names import parse
@@ -33,20 +33,26 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.state_view import StateView
-from mcore_ckpt_ext.planning.plan import DerivedSource, IndexedSource, Source, StoredSlice
+from mcore_ckpt_ext.planning.plan import DerivedSource, IndexedSource, Source, StoredSlice, named_tensor
 from mcore_ckpt_ext.planning.source_view import SourceView
 from tests.harness.checkpoints import CORRUPTED, FIXTURES, fixture_named, optimizer_alone
 from tests.harness.peft import adapter, peft_folder
 
-NAMES = {"model.source", "model.sharded_keys", "trained.state", "trained.shows_registration", "job.orders"}
-SPEC = NAMES | {"job.arguments", "job.unbuildable", "states.extra", "messages"}
-REGISTRATION = {"trained.shows_registration"}  # no longer true under other names, however often they change
+NAMES = {
+    "model.weights",
+    "model.sharded_keys",
+    "optimizer.state",
+    "optimizer.shows_registration",
+    "job.observed_orders",
+}
+SPEC = NAMES | {"job.arguments", "job.unbuildable", "states.extra", "format.notices"}
+REGISTRATION = {"optimizer.shows_registration"}  # no longer true under other names, however often they change
 VISION = "vision_model.merger.linear_fc2.bias"
-NO_OPTIMIZER = {"trained.format"}
+NO_OPTIMIZER = {"optimizer.format"}
 FORM = {"model.sharded_keys", "job.arguments"}
 MERGED = NO_OPTIMIZER | {
-    "model.source", "model.sharded_keys", "states.extra", "unread_keys", "messages", "merged_from", "merge_notes",
-    "files.reader", "files.transfer",
+    "model.weights", "model.sharded_keys", "states.extra", "format.notices", "composition.merged_from",
+    "composition.merge_notes", "files.unread", "files.reader", "files.transfer",
 }  # fmt: skip
 # Under other names: a permutation of these is not the same model, and not what a conversion writes.
 NAMED = [name for name in FIXTURES if name not in CORRUPTED]
@@ -72,7 +78,7 @@ def leaves(part: Any, path: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(part):
         value, own = getattr(part, field.name), f"{path}{field.name}"
-        is_part = isinstance(value, (Files, Job, States, StoredOptimizer, StoredWeights))
+        is_part = isinstance(value, (Composition, Files, Job, OpenedFormat, States, StoredOptimizer, StoredWeights))
         found |= leaves(value, f"{own}.") if is_part else {own: value}
     return found
 
@@ -94,7 +100,7 @@ def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
         (without_optimizer, NO_OPTIMIZER),
         (lambda source: with_layer_form(source, {}), set()),
         (lambda source: with_layer_form(source, {"hetereogenous_dist_checkpoint": True}), FORM),
-        (lambda source: adapters_on_model(source, source), {"base_model"}),
+        (lambda source: adapters_on_model(source, source), {"composition.base_model"}),
         (with_first_moments, set()),
     ],
     ids=[
@@ -117,9 +123,12 @@ def test_names_of_other_models_replace_only_their_parts() -> None:
     source = open_checkpoint(fixture_named("p02").run)
     first, *rest = source.names(WEIGHT)
     whole = renamed(source, {first: VISION, **{name: f"{PREFIX}{name}" for name in rest}})
-    assert replaced_in(as_text_model(whole), whole) == (NAMES | {"job.arguments", "whole_model"}) - REGISTRATION
+    assert (
+        replaced_in(as_text_model(whole), whole)
+        == (NAMES | {"job.arguments", "composition.whole_model"}) - REGISTRATION
+    )
     swift = renamed(source, {first: "decoder.layers.0.mlp.linear_fc1.lora_A.default.weight"})
-    assert replaced_in(with_bridge_names(swift), swift) == (NAMES | {"adapters_by_rank"}) - REGISTRATION
+    assert replaced_in(with_bridge_names(swift), swift) == (NAMES | {"composition.adapters_by_rank"}) - REGISTRATION
 
 
 def test_every_view_is_here() -> None:
@@ -191,10 +200,12 @@ def test_names_are_all_that_changes(name: str) -> None:
     source = open_checkpoint(fixture_named(name).run)
     names = NameMap(layers_reversed(source))
     view = under_reversed_names(source)
-    sources: list[tuple[Any, Any, type, Sequence[str]]] = [(source.weights, view.weights, Weights, (WEIGHT,))]
-    if source.optimizer_format:
-        state = source.optimizer
-        sources.append((state, view.optimizer, OptimizerState, state.kinds))
+    sources: list[tuple[Any, Any, type, Sequence[str]]] = [
+        (source.model.weights(), view.model.weights(), Weights, (WEIGHT,))
+    ]
+    if source.optimizer.format():
+        state = source.optimizer.state()
+        sources.append((state, view.optimizer.state(), OptimizerState, state.kinds))
     for own, other, of, kinds in sources:
         chosen = [one for one in own.names() if own.logical_tensor(kinds[0], one) is not None][::3]
         regions = {one: Region.whole(one, own.logical_tensor(kinds[0], one).shape) for one in chosen}
@@ -222,7 +233,7 @@ def test_a_view_has_every_member(view: type, protocols: Sequence[type]) -> None:
 
 @pytest.mark.parametrize("name", ["p02", "p08", "p41"])
 def test_weights_in_another_folder_are_the_same(name: str) -> None:
-    weights = open_checkpoint(fixture_named(name).run).weights
+    weights = open_checkpoint(fixture_named(name).run).model.weights()
     other = relocated(weights, lambda file: f"/there/{file}")
     again = relocated(other, lambda file: file.removeprefix("/there/"))
     regions = {one: Region.whole(one, weights.logical_tensor(WEIGHT, one).shape) for one in weights.names()}  # type: ignore[union-attr]
@@ -237,31 +248,34 @@ def test_an_optimizer_with_external_weights_is_that_of_the_whole_checkpoint(name
     """The weights, their sharded keys and extra states are those of the other folder, the optimizer is its own."""
     whole = open_checkpoint(fixture_named(name).run)
     view = open_checkpoint(optimizer_alone(name, tmp_path / "alone"), weights=fixture_named(name).run)
-    kinds, shapes = whole.optimizer.kinds, {one: whole.named_tensor(WEIGHT, one).shape for one in whole.names(WEIGHT)}
+    kinds = whole.optimizer.kinds()
+    shapes = {one: named_tensor(whole, WEIGHT, one).shape for one in whole.names(WEIGHT)}
     asked = {one: Region.whole(one, shape) for one, shape in shapes.items()}
-    own, other = (answers(one.optimizer, kinds, asked, OptimizerState) for one in (view, whole))
+    own, other = (answers(one.optimizer.state(), kinds, asked, OptimizerState) for one in (view, whole))
     for key in own.keys() - {("buffers",), ("order_sources",)}:  # objects; the order is found out
         assert comparable(own[key]) == comparable(other[key]), key
-    assert len(view.optimizer.buffers) == len(whole.optimizer.buffers)
-    back = relocated(view.weights, lambda file: Path(file).name)
-    assert answers(back, [WEIGHT], asked, Weights) == answers(whole.weights, [WEIGHT], asked, Weights)
-    assert (view.sharded_keys(), view.extra_states()) == (whole.sharded_keys(), whole.extra_states())
-    assert view.is_release == whole.is_release
+    assert len(view.optimizer.state().buffers) == len(whole.optimizer.state().buffers)
+    back = relocated(view.model.weights(), lambda file: Path(file).name)
+    assert answers(back, [WEIGHT], asked, Weights) == answers(whole.model.weights(), [WEIGHT], asked, Weights)
+    assert (view.model.sharded_keys(), view.states.extra()) == (whole.model.sharded_keys(), whole.states.extra())
+    assert view.job.is_release == whole.job.is_release
 
 
 @pytest.mark.parametrize("name", LLAMA_LIKE)
 def test_a_merged_model_is_the_base_but_for_its_weights(name: str, tmp_path: Path) -> None:
     base = open_checkpoint(fixture_named(name).run)
-    width = base.arguments.whole("hidden_size")
+    width = base.job.arguments().whole("hidden_size")
     folder = peft_folder(tmp_path / "peft", adapter("model.layers.0.self_attn.o_proj", width, width))
     adapters = open_checkpoint(folder, weights=fixture_named(name).run)
     view = merged_view(base, adapters, scaling_of(adapters, None), None, {})
     assert replaced_in(view, base) == MERGED
-    asked = {one: Region.whole(one, base.named_tensor(WEIGHT, one).shape) for one in base.names(WEIGHT)}
-    assert answers(view.weights, [WEIGHT], asked, Weights) == answers(base.weights, [WEIGHT], asked, Weights)
+    asked = {one: Region.whole(one, named_tensor(base, WEIGHT, one).shape) for one in base.names(WEIGHT)}
+    assert answers(view.model.weights(), [WEIGHT], asked, Weights) == answers(
+        base.model.weights(), [WEIGHT], asked, Weights
+    )
     derived = [one for one in base.names(WEIGHT) if view.derivation(WEIGHT, one) is not None]
     assert derived == ["decoder.layers.0.self_attention.linear_proj.weight"]
-    assert (view.sharded_keys(), view.extra_states()) == (base.sharded_keys(), base.extra_states())
+    assert (view.model.sharded_keys(), view.states.extra()) == (base.model.sharded_keys(), base.states.extra())
 
 
 @pytest.mark.parametrize("spec", ["transformer_engine", "local"])

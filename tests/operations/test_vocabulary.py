@@ -48,7 +48,7 @@ def saying(canonical: Path, tmp_path: Path) -> Callable[..., Path]:
 def rows_of(run: Path) -> tuple[int, int | None]:
     """As they are stored, and as the arguments say."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(run)
-    return checkpoint.tensor("weight", EMBEDDING).shape[0], checkpoint.args["padded_vocab_size"]
+    return checkpoint.tensor("weight", EMBEDDING).shape[0], checkpoint.job.args["padded_vocab_size"]
 
 
 @pytest.mark.parametrize("target", [TorchDist(), Legacy(), Legacy(tensor_model_parallel_size=1)], ids=repr)

@@ -20,7 +20,7 @@ KEY = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, to
 @pytest.mark.parametrize(("name", "reads"), [("p10", False), ("p07", True)])
 def test_only_the_older_format_needs_an_object_of_each_group(name: str, reads: bool) -> None:
     """Each rank of a large job plans from the index: an object of each group would be read by each of them."""
-    checkpoint: Any = open_checkpoint(fixture_named(name).run).format_reader
+    checkpoint: Any = open_checkpoint(fixture_named(name).run).format.reader
     label = checkpoint.stored_optimizer_format
     before = checkpoint.reader.bytes_read
     state = bucket_state(StoredKeys(checkpoint.index.arrays, {}, {}, True, label, checkpoint.object))

@@ -52,7 +52,7 @@ def test_without_the_line_it_is_refused_by_its_label(imagined: Path) -> None:
 @pytest.mark.usefixtures("known")
 def test_it_is_read_verified_and_converted(imagined: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(imagined)
-    assert checkpoint.optimizer_format == GLOBAL_TENSORS
+    assert checkpoint.optimizer.format() == GLOBAL_TENSORS
     assert_is_the_truth(checkpoint, fixture_named("p04"))
     assert verify(imagined).sound
     convert(imagined, tmp_path / "out", TorchDist(megatron_version="0.19"))

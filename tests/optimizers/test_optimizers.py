@@ -11,6 +11,7 @@ import torch
 from mcore_ckpt_ext import Canonical, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError, PackingError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.parts import Job
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import LOCAL, TRANSFORMER_ENGINE
 from mcore_ckpt_ext.megatron.live.param_groups import carried_groups
@@ -54,7 +55,7 @@ def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) 
 
 def test_everything_equals_the_truth(fixture: Fixture) -> None:
     checkpoint = open_checkpoint(fixture.run)
-    assert checkpoint.optimizer_format == ENCODINGS[fixture.folder.name.partition("_")[0]]
+    assert checkpoint.optimizer.format() == ENCODINGS[fixture.folder.name.partition("_")[0]]
     assert_same(everything_in(checkpoint), fixture.truth)
 
 
@@ -74,7 +75,7 @@ def test_muon_and_adam_share_a_model() -> None:
 
 
 def without_orders(monkeypatch: pytest.MonkeyPatch, orders: list[object]) -> None:
-    monkeypatch.setattr(Checkpoint, "orders", lambda self: orders)
+    monkeypatch.setattr(Job, "orders", lambda self: orders)
 
 
 def test_remainders_need_a_known_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,7 @@ def test_remainders_need_a_known_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_remainders_of_a_model_of_the_users_own_are_refused() -> None:
     checkpoint = open_checkpoint(fixture_named("p47").run)
-    checkpoint.common["args"].spec = ["own.module", "layers"]
+    checkpoint.job.common()["args"].spec = ["own.module", "layers"]
     with pytest.raises(PackingError, match="places of the parameters are not certain"):
         checkpoint.names("exp_avg")
 
@@ -124,7 +125,7 @@ def test_sinks_are_registered_before_the_projections() -> None:
 def test_remainders_without_weights(name: str) -> None:
     checkpoint = open_checkpoint(fixture_named(name).run)
     names = checkpoint.names("fp32_param")
-    weights = checkpoint.weights
+    weights = checkpoint.model.weights()
     hidden = weights.logical_tensor
     weights.logical_tensor = lambda kind, name: None if name == names[0] else hidden(kind, name)  # type: ignore[method-assign]
     with pytest.raises(
@@ -139,8 +140,8 @@ def test_numbers_that_are_no_remainders(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(fixture.run)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     (stored,) = checkpoint.stored("param_remainder", name)
-    payload = checkpoint.transfer.locate(stored.extent)
-    checkpoint.reader.close()
+    payload = checkpoint.files.transfer.locate(stored.extent)
+    checkpoint.files.reader.close()
     with (fixture.iteration / stored.extent.file).open("r+b") as file:
         file.seek(payload.offset + 4 * 1000)
         file.write(torch.tensor([0.5]).numpy().tobytes())
@@ -175,15 +176,15 @@ def test_through_canonical_and_back(fixture: Fixture, tmp_path: Path) -> None:
     for source, name in ((fixture.run, "direct"), (tmp_path / "canonical", "through")):
         convert(source, tmp_path / name, TorchDist(megatron_version="0.16"))
     direct, through = (open_checkpoint(tmp_path / name) for name in ("direct", "through"))
-    assert direct.common["optimizer"] == through.common["optimizer"]
-    assert direct.common["content_metadata"] == through.common["content_metadata"]
+    assert direct.job.common()["optimizer"] == through.job.common()["optimizer"]
+    assert direct.job.common()["content_metadata"] == through.job.common()["content_metadata"]
     assert compare(tmp_path / "direct", tmp_path / "through").equal
     assert compare(fixture.run, tmp_path / "through").equal
 
 
 def step_of(checkpoint: Checkpoint) -> int:
     """The one step of all groups that have one."""
-    (step,) = {group["step"] for group in checkpoint.param_groups() if "step" in group}
+    (step,) = {group["step"] for group in checkpoint.optimizer.param_groups() if "step" in group}
     return int(step)
 
 
@@ -191,23 +192,23 @@ def test_written_optimizers_keep_their_kind(tmp_path: Path) -> None:
     """Without a distributed optimizer none is written, and each of a chain keeps its own groups."""
     convert(fixture_named("p44").run, tmp_path / "muon", TorchDist(megatron_version="0.19"))
     muon = open_checkpoint(tmp_path / "muon")
-    children = muon.common["optimizer"]
+    children = muon.job.common()["optimizer"]
     assert [set(child["optimizer"]["param_groups"][0]) & {"momentum", "betas"} for child in children.values()] == [
         {"momentum"},
         {"betas"},
     ]
-    assert not muon.arguments.use_distributed_optimizer
-    assert "distrib_optim_sharding_type" not in muon.common["content_metadata"]
+    assert not muon.job.arguments().use_distributed_optimizer
+    assert "distrib_optim_sharding_type" not in muon.job.common()["content_metadata"]
     convert(fixture_named("p42").run, tmp_path / "fp32", TorchDist(megatron_version="0.19"))
     fp32 = open_checkpoint(tmp_path / "fp32")
-    assert set(fp32.common["optimizer"]) == {"param_groups"}
-    assert not [key for key in fp32.format_reader.index.arrays if "fp32_param" in key]
+    assert set(fp32.job.common()["optimizer"]) == {"param_groups"}
+    assert not [key for key in fp32.format.reader.index.arrays if "fp32_param" in key]
 
 
 def test_classes_of_an_offloaded_optimizer_are_not_written(tmp_path: Path) -> None:
     for to, target in (("torch_dist", TorchDist(megatron_version="0.19")), ("legacy", Legacy(megatron_version="0.19"))):
         convert(fixture_named("p46").run, tmp_path / to, target)
-        groups = open_checkpoint(tmp_path / to).param_groups()
+        groups = open_checkpoint(tmp_path / to).optimizer.param_groups()
         assert groups and not any("cpu_optimizer_cls" in group for group in groups)
         assert all(group["offload_fraction"] == 0.5 for group in groups)
 
@@ -261,15 +262,15 @@ def test_to_legacy_of_another_layout_and_back(fixture: Fixture, tmp_path: Path) 
     convert(fixture.run, tmp_path / "legacy", target)
     legacy = open_checkpoint(tmp_path / "legacy")
     assert_same(everything_in(legacy), carried(fixture.truth))
-    distributed = not open_checkpoint(fixture.run).chained_optimizer_settings()
-    assert bool(legacy.arguments.use_distributed_optimizer) == distributed
-    assert legacy.optimizer_format == ("legacy_torch" if distributed else "legacy_torch_per_parameter")
+    distributed = not open_checkpoint(fixture.run).optimizer.chained_optimizer_settings()
+    assert bool(legacy.job.arguments().use_distributed_optimizer) == distributed
+    assert legacy.optimizer.format() == ("legacy_torch" if distributed else "legacy_torch_per_parameter")
     assert verify(tmp_path / "legacy", quick=True).findings == ()
     convert(tmp_path / "legacy", tmp_path / "back", TorchDist(megatron_version="0.19"))
     assert compare(fixture.run, tmp_path / "back").equal
     back, source = (open_checkpoint(path) for path in (tmp_path / "back", fixture.run))
-    assert len(back.chained_optimizer_settings()) == len(source.chained_optimizer_settings())
-    assert bool(back.arguments.use_distributed_optimizer) == distributed
+    assert len(back.optimizer.chained_optimizer_settings()) == len(source.optimizer.chained_optimizer_settings())
+    assert bool(back.job.arguments().use_distributed_optimizer) == distributed
     assert step_of(back) == 4
 
 
@@ -277,8 +278,8 @@ def test_adam_without_a_distributed_optimizer_stays_without(tmp_path: Path) -> N
     """Legacy files that Megatron wrote, as well as those from here."""
     convert(fixture_named("p08c").run, tmp_path / "run", TorchDist(megatron_version="0.19"))
     written = open_checkpoint(tmp_path / "run")
-    assert written.optimizer_format == "no_distributed_optimizer"
-    assert not written.arguments.use_distributed_optimizer
+    assert written.optimizer.format() == "no_distributed_optimizer"
+    assert not written.job.arguments().use_distributed_optimizer
     assert compare(fixture_named("p08c").run, tmp_path / "run").equal
 
 
@@ -298,7 +299,7 @@ def torch_adam_in_legacy_files(folder: Path, steps: list[float]) -> Path:
 def test_the_step_of_torchs_adam_is_carried_out_of_legacy_files(tmp_path: Path) -> None:
     source = torch_adam_in_legacy_files(tmp_path / "run", [7.0])
     convert(source, tmp_path / "out", TorchDist(megatron_version="0.19"))
-    (child,) = open_checkpoint(tmp_path / "out").chained_optimizer_settings()
+    (child,) = open_checkpoint(tmp_path / "out").optimizer.chained_optimizer_settings()
     assert child["state"]["common_step"] == 7
     convert(tmp_path / "out", tmp_path / "back", Legacy(megatron_version="0.19"))
     (file,) = (tmp_path / "back").glob("iter_*/mp_rank_00_000/model_optim_rng.pt")

@@ -25,7 +25,7 @@ def part(state: OptimizerState, names: Sequence[str], source: str, distributed: 
 
 
 def test_each_state_answers_for_its_own_parameters() -> None:
-    state = open_checkpoint(fixture_named("p04").run).optimizer
+    state = open_checkpoint(fixture_named("p04").run).optimizer.state()
     names = state.names()
     first, second = part(state, names[:5], "one", True), part(state, names[5:], "another", False)
     both = joined([first, second])
@@ -42,7 +42,7 @@ def test_each_state_answers_for_its_own_parameters() -> None:
 
 
 def test_a_parameter_of_none_of_them_has_no_state() -> None:
-    state = open_checkpoint(fixture_named("p04").run).optimizer
+    state = open_checkpoint(fixture_named("p04").run).optimizer.state()
     names = state.names()
     both = joined([part(state, names[:1], "one", False), part(state, names[1:2], "another", False)])
     assert both.logical_tensor("exp_avg", names[2]) is None
@@ -52,5 +52,5 @@ def test_a_parameter_of_none_of_them_has_no_state() -> None:
 
 
 def test_one_state_stays_itself() -> None:
-    state = open_checkpoint(fixture_named("p04").run).optimizer
+    state = open_checkpoint(fixture_named("p04").run).optimizer.state()
     assert joined([state]) is state

@@ -35,7 +35,7 @@ def test_every_rank_holds_what_the_genuine_one_held(name: str) -> None:
     fixture = fixture_named(name)
     checkpoint, version = open_checkpoint(fixture.run), version_of(name)
     assert version is not None
-    job = SimulatedJob(checkpoint, checkpoint.arguments, version)
+    job = SimulatedJob(checkpoint, checkpoint.job.arguments(), version)
     ranks = DataParallelRanks(job, checkpoint, version)
     by_place: dict[ModelRank, list[SimulatedShard]] = {}
     for stage in range(job.layout.pipeline):
@@ -66,7 +66,7 @@ def test_places_with_context_parallelism() -> None:
         "data_parallel_size": 2,
     }
     version = Version(0, 19)
-    job = SimulatedJob(checkpoint, checkpoint.arguments.replace(**sizes), version)
+    job = SimulatedJob(checkpoint, checkpoint.job.arguments().replace(**sizes), version)
     ranks = DataParallelRanks(job, checkpoint, version)
     found = [ranks.places(rank) for rank in range(8)]
     assert found == [[(ModelRank(0, rank % 2), rank // 2)] for rank in range(8)]

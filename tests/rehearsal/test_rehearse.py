@@ -50,8 +50,8 @@ def test_an_intact_checkpoint_is_resumed_under_every_layout_that_megatron_accept
         return
     assert found.will_succeed
     checkpoint = open_checkpoint(fixture_named(name).run)
-    names = set(checkpoint.optimizer.names())
-    assert found.parameters == len(names & checkpoint.models.weights.keys())
+    names = set(checkpoint.optimizer.state().names())
+    assert found.parameters == len(names & checkpoint.job.models().weights.keys())
     assert found.elements > 0
     assert found.bytes_read > 0
 
@@ -75,7 +75,7 @@ def test_it_reads_what_the_plan_says(name: str, layout: str, gpus: int) -> None:
 def test_it_says_of_a_layout_what_the_plan_says(name: str, gpus: int | None) -> None:
     """Of the job's own layout, and of the first for 3 GPUs, under which the global batch changes."""
     run = fixture_named(name).run
-    first, *_ = plan(run, gpus or open_checkpoint(run).layout.world).layouts
+    first, *_ = plan(run, gpus or open_checkpoint(run).job.layout.world).layouts
     found = rehearsed(run, " ".join(f"{label}={first.sizes[label]}" for label in PINS), first.gpus)
     assert found.will_succeed
     assert found.bytes_read == first.read_in_all

@@ -46,7 +46,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[st
         if name in WITH_MTP:
             add_further_layer(root / name)
         mcore_ckpt_ext.convert(root / name, root / f"{name}-run", mcore_ckpt_ext.TorchDist(loop="bridge"))
-        run = open_checkpoint(root / f"{name}-run").folder
+        run = open_checkpoint(root / f"{name}-run").files.folder
         (layout,) = SHOWN[kind].bridge or ("TP1",)
         cases.append({"source": str(root / name), "run": str(run), "tensor": LAYOUTS[layout][0],
                       "imports": name in BUILT_BY_BRIDGE, "tokens": str(root / "tokens"),

@@ -60,7 +60,7 @@ def _run(
 
 
 def _opened(folder: Path, spec: LayerSpec) -> HuggingFaceCheckpoint:
-    checkpoint = open_checkpoint(folder, transformer_impl=spec).format_reader
+    checkpoint = open_checkpoint(folder, transformer_impl=spec).format.reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     return checkpoint
 

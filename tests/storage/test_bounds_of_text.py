@@ -67,7 +67,7 @@ def test_a_sharded_key_of_another_layer_is_refused(about: Path) -> None:
     content["sharded_keys"][name][1] = [10**9]
     about.write_text(json.dumps(content))
     with pytest.raises(UnreadableCheckpointError, match="belongs to another tensor"):
-        open_checkpoint(about.parent).sharded_keys()
+        open_checkpoint(about.parent).model.sharded_keys()
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_a_sidecar_stands_for_no_more_than_its_size_explains(tmp_path: Path) -> 
     endless = replace(recorded, groups=(replace(group, indices=tuple(range(10_000)), buckets=(bucket,)),))
     (fixture.iteration / FILE_NAME).write_text(endless.to_json())
     checkpoint = open_checkpoint(fixture.iteration)
-    assert checkpoint.sidecar is None
-    assert "far more work" in (checkpoint.sidecar_problem or "")
+    assert checkpoint.job.found_sidecar().sidecar is None
+    assert "far more work" in (checkpoint.job.found_sidecar().problem or "")
     assert checkpoint.tensor("fp32_param", checkpoint.names("fp32_param")[0]).read().numel()
 
 

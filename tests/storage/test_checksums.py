@@ -216,7 +216,11 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", TorchDist()).destination
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
     run = verification._Run(
-        FolderIndex(checkpoint.folder), False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
+        FolderIndex(checkpoint.files.folder),
+        False,
+        Workers(ONE_PROCESS, 1),
+        lambda done, total: None,
+        lambda: checkpoint,
     )
     compared: list[str] = []
     monkeypatch.setattr(
@@ -224,7 +228,7 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     run.verify_or_note()
     assert [finding for finding in run.results.findings if finding.severity == "error"] == []
-    assert len(compared) < 0.5 * len(list(checkpoint.archives()))
+    assert len(compared) < 0.5 * len(list(checkpoint.files.archives()))
 
 
 @pytest.mark.parametrize("name", ["p08", "p08b", "p08c", "p06"])
@@ -233,11 +237,17 @@ def test_verify_reads_large_files_of_many_tensors_once(name: str, monkeypatch: p
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
     run = verification._Run(
-        FolderIndex(checkpoint.folder), False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
+        FolderIndex(checkpoint.files.folder),
+        False,
+        Workers(ONE_PROCESS, 1),
+        lambda done, total: None,
+        lambda: checkpoint,
     )
     run.verify_or_note()
     assert [finding for finding in run.results.findings if finding.severity == "error"] == []
-    assert checkpoint.reader.bytes_read < 1.6 * sum(path.stat().st_size for path in checkpoint.folder.rglob("*.*"))
+    assert checkpoint.files.reader.bytes_read < 1.6 * sum(
+        path.stat().st_size for path in checkpoint.files.folder.rglob("*.*")
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def saved(tree: Any) -> bytes:
 
 def erase_checksums(fixture: Fixture) -> None:
     """Replace the checksums of all archives of a checkpoint by zeros."""
-    archives = sorted(open_checkpoint(fixture.run).archives())
+    archives = sorted(open_checkpoint(fixture.run).files.archives())
     archives += [(path.name, 0, path.stat().st_size) for path in fixture.iteration.glob("common.pt")]
     for file, places in groupby(archives, key=itemgetter(0)):
         content = bytearray((fixture.iteration / file).read_bytes())

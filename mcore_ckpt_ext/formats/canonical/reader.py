@@ -117,7 +117,9 @@ class CanonicalCheckpoint(FormatReader):
     @override
     def optimizer(self) -> OptimizerState:
         undistributed = frozenset(map(str, self._about.get("undistributed", ())))
-        return with_masters(_Optimizer(self._arrays, undistributed), self._arrays, lambda: self.view.models.weights)
+        return with_masters(
+            _Optimizer(self._arrays, undistributed), self._arrays, lambda: self.view.job.models().weights
+        )
 
     @property
     @override

@@ -22,8 +22,8 @@ from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
 from mcore_ckpt_ext.formats.portable_state import known_arguments
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice, named_tensor
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record, WriteItem
 from mcore_ckpt_ext.storage.json_text import json_file
 from mcore_ckpt_ext.storage.json_tree import encode
@@ -34,17 +34,17 @@ FILE_BYTES = 4 << 30
 
 def lay_out(checkpoint: CheckpointView, target: Canonical, family: Family | None) -> OutputPlan:
     """Lay out a folder."""
-    notices = [*checkpoint.notices(), *about_order(checkpoint)]
-    return OutputPlan(with_notes(_output(checkpoint), notices), "", checkpoint.carried_kinds())
+    notices = [*checkpoint.format.notices(checkpoint), *about_order(checkpoint)]
+    return OutputPlan(with_notes(_output(checkpoint), notices), "", (WEIGHT, *checkpoint.optimizer.carried_kinds()))
 
 
 def _output(checkpoint: CheckpointView) -> Output:
     """Plan all files, and the location of each tensor."""
     batches: list[list[tuple[str, LogicalTensor]]] = [[]]
     size = 0
-    for kind in checkpoint.carried_kinds():
+    for kind in (WEIGHT, *checkpoint.optimizer.carried_kinds()):
         for name in checkpoint.names(kind):
-            tensor = checkpoint.named_tensor(kind, name)
+            tensor = named_tensor(checkpoint, kind, name)
             nbytes = prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
             if batches[-1] and size + nbytes > FILE_BYTES:
                 batches.append([])
@@ -74,30 +74,33 @@ def _output(checkpoint: CheckpointView) -> Output:
 
 
 def _common(checkpoint: CheckpointView) -> dict[str, Any]:
-    return {key: value for key, value in checkpoint.common.items() if key != "optimizer"}
+    return {key: value for key, value in checkpoint.job.common().items() if key != "optimizer"}
 
 
 def _about(checkpoint: CheckpointView) -> dict[str, Any]:
     """Return everything except the arrays."""
-    state = checkpoint.optimizer if checkpoint.optimizer_format else None
+    job = checkpoint.job
+    optimizer = checkpoint.optimizer
+    has_optimizer = optimizer.format() is not None
+    state = optimizer.state() if has_optimizer else None
     undistributed = [name for name in state.names() if not state.is_distributed(name)] if state else []
     return {
         "format": MARK,
         "version": VERSION,
-        "iteration": checkpoint.iteration,
+        "iteration": job.iteration(),
         "source": {
-            "format": checkpoint.format,
-            "optimizer_format": checkpoint.optimizer_format,
-            "layout": str(checkpoint.layout),
-            "released": checkpoint.is_release,
+            "format": checkpoint.format.name,
+            "optimizer_format": optimizer.format(),
+            "layout": str(job.layout),
+            "released": job.is_release,
         },
-        "experts_apart": checkpoint.has_expert_optimizer,
-        "sharded_keys": {name: [key, list(index)] for name, (key, index) in checkpoint.sharded_keys().items()},
-        "param_groups": encode(checkpoint.param_groups() if checkpoint.optimizer_format else []),
-        "chain": encode(checkpoint.chained_optimizer_settings() if checkpoint.optimizer_format else []),
+        "experts_apart": optimizer.has_expert_optimizer(),
+        "sharded_keys": {name: [key, list(index)] for name, (key, index) in checkpoint.model.sharded_keys().items()},
+        "param_groups": encode(optimizer.param_groups() if has_optimizer else []),
+        "chain": encode(optimizer.chained_optimizer_settings() if has_optimizer else []),
         "undistributed": undistributed,
-        "grad_scaler": encode(checkpoint.grad_scaler() if checkpoint.optimizer_format else None),
-        "extra_states": encode(dict(checkpoint.extra_states())),
-        "random_states": [[list(place), encode(state)] for place, state in checkpoint.random_states().items()],
-        "common": encode({**_common(checkpoint), ARGUMENTS: known_arguments(checkpoint.arguments)}),
+        "grad_scaler": encode(optimizer.grad_scaler() if has_optimizer else None),
+        "extra_states": encode(dict(checkpoint.states.extra())),
+        "random_states": [[list(place), encode(state)] for place, state in checkpoint.states.random().items()],
+        "common": encode({**_common(checkpoint), ARGUMENTS: known_arguments(job.arguments())}),
     }

@@ -20,10 +20,8 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
-from mcore_ckpt_ext.formats.colossalai.listing import list_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -61,11 +59,6 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
     @override
     def recognizes(cls, folder: Path) -> bool:
         return weights_below(folder) is not None
-
-    @classmethod
-    @override
-    def list_tensors(cls, folder: Path) -> Listing:
-        return list_checkpoint(folder)
 
     def __init__(
         self,

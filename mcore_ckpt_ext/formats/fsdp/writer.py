@@ -26,12 +26,13 @@ from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice, named_tensor
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 
 _CHUNK_BYTES = 128 << 20
@@ -82,11 +83,11 @@ class FsdpTarget:
                 hint="use --to torch_dist",
             )
         self._checkpoint = checkpoint
-        self._arguments = checkpoint.arguments
+        self._arguments = checkpoint.job.arguments()
         self._has_expert_optimizer = has_expert_optimizer
         self._modules = names or ModuleNames(self._arguments)
         self._state = PortableState.of(checkpoint, known_arguments(self._arguments), version)
-        self._optimizer = checkpoint.optimizer if checkpoint.optimizer_format else None
+        self._optimizer = checkpoint.optimizer.state() if checkpoint.optimizer.format() else None
         if self._optimizer is not None:
             self._check_kinds(self._optimizer.carried_kinds)
 
@@ -96,7 +97,7 @@ class FsdpTarget:
                 "Megatron-FSDP trains with Adam, and this is the state of another optimizer",
                 found=", ".join(kinds),
                 expected=", ".join((FP32_PARAM, *_MOMENTS)),
-                where=str(self._checkpoint.folder),
+                where=str(self._checkpoint.files.folder),
                 hint="--drop optimizer converts the weights alone",
             )
 
@@ -115,7 +116,7 @@ class FsdpTarget:
     def _about_roundings(self) -> Iterator[str]:
         """Warn if rounding the masters may give other weights than the source has."""
         joined = self._optimizer is not None and PARAM_REMAINDER in self._optimizer.kinds
-        if joined or self._checkpoint.master_check.is_approximate:
+        if joined or self._checkpoint.job.master_check.is_approximate:
             yield (
                 "the weights are not written: the job that reads makes them by rounding the masters, which here may "
                 "differ from the stored ones in the last bit" + ("" if joined else ", or more: those have fewer bits")
@@ -127,11 +128,11 @@ class FsdpTarget:
             yield from self._array(MODEL, name, "", *self._main(name))
         for kind in _MOMENTS if self._optimizer is not None else ():
             for name in self._checkpoint.names(kind):
-                yield from self._array(STATE, name, f".{kind}", kind, self._checkpoint.named_tensor(kind, name))
+                yield from self._array(STATE, name, f".{kind}", kind, named_tensor(self._checkpoint, kind, name))
 
     def _main(self, name: str) -> tuple[str, LogicalTensor]:
         """Return the master to write for a weight: if there is none, the weight with the dtype of masters."""
-        weight = self._checkpoint.named_tensor(WEIGHT, name)
+        weight = named_tensor(self._checkpoint, WEIGHT, name)
         if is_module_buffer(name):
             return WEIGHT, weight
         is_trained = self._optimizer is not None and self._optimizer.logical_tensor(FP32_PARAM, name) is not None
@@ -154,7 +155,7 @@ class FsdpTarget:
                 yield key, value
         if self._optimizer is None:
             return
-        by_child = distinct_groups(self._checkpoint.param_groups(), self._has_expert_optimizer)
+        by_child = distinct_groups(self._checkpoint.optimizer.param_groups(), self._has_expert_optimizer)
         groups = [group for of_child in by_child for group in of_child]
         for name in self._optimizer.names():
             for setting, value in self._group_of(name, groups).items():
@@ -166,7 +167,7 @@ class FsdpTarget:
         Raises:
             UnsupportedCheckpointError: see `group_that_holds`.
         """
-        number = group_that_holds(name, self._checkpoint.named_tensor(WEIGHT, name).shape, groups, self._arguments)
+        number = group_that_holds(name, named_tensor(self._checkpoint, WEIGHT, name).shape, groups, self._arguments)
         return groups[number]
 
     @cached_property
@@ -175,7 +176,7 @@ class FsdpTarget:
         common = {key: value for key, value in self._state.common.items() if key in COMMON_KEYS}
         common.pop("content_metadata", None)
         arguments = common["args"]
-        pipeline = self._checkpoint.layout.pipeline
+        pipeline = self._checkpoint.job.layout.pipeline
         changes: dict[str, Any] = {
             "ckpt_format": FSDP_DTENSOR,
             "use_dist_ckpt": True,
@@ -186,10 +187,10 @@ class FsdpTarget:
             "pipeline_model_parallel_size": 1,
             "virtual_pipeline_model_parallel_size": None,
             "transformer_pipeline_model_parallel_size": 1,
-            "data_parallel_size": pipeline * self._checkpoint.layout.data,
-            "padded_vocab_size": self._checkpoint.vocabulary_rows,
+            "data_parallel_size": pipeline * self._checkpoint.job.layout.data,
+            "padded_vocab_size": vocabulary_rows(self._checkpoint),
         }
-        written = self._checkpoint.arguments
+        written = self._checkpoint.job.arguments()
         for name, value in {**changes, **changed_history(written, written.replace(**changes))}.items():
             setattr(arguments, name, value)
         return common
@@ -218,6 +219,6 @@ def lay_out(checkpoint: CheckpointView, target: FsdpDtensor, family: Family | No
     """
     check_iteration(checkpoint, target)
     expert = target.expert_model_parallel_size
-    has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
+    has_expert_optimizer = checkpoint.optimizer.has_expert_optimizer() if expert is None else expert > 1
     written = FsdpTarget(checkpoint, version_number(target.megatron_version), has_expert_optimizer)
     return iteration(checkpoint, target, written.output())

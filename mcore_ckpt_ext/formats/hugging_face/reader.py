@@ -24,7 +24,6 @@ from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
 from mcore_ckpt_ext.formats.hugging_face.duplicates import same_bytes
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, is_huggingface, read_tensors, written_by_us
 from mcore_ckpt_ext.formats.hugging_face.left_out import TIED_COPY, left_out_tensors
-from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.hugging_face.model import (
     LOCAL,
     TRANSFORMER_ENGINE,
@@ -37,7 +36,6 @@ from mcore_ckpt_ext.formats.hugging_face.quantized import dequantized
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
-from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -72,11 +70,6 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @override
     def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
         return cls(folder, options.order_sources, family=options.family, transformer_impl=options.transformer_impl)
-
-    @classmethod
-    @override
-    def list_tensors(cls, folder: Path) -> Listing:
-        return list_model(folder)
 
     @classmethod
     @override

@@ -28,6 +28,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.planning.plan import named_tensor
 
 _SHOWN = 6
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -115,7 +116,7 @@ def with_vision_tower(checkpoint: CheckpointView) -> CheckpointView:
 
     This applies if Megatron-Bridge has such a model.
     """
-    reader = checkpoint.format_reader
+    reader = checkpoint.format.reader
     if not isinstance(reader, HuggingFaceCheckpoint) or reader.whole not in VISION_TOWERS:
         return checkpoint
     return reader.read_again(VisionLanguageCheckpoint).view
@@ -126,7 +127,7 @@ def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
 
     Anything else is returned unchanged.
     """
-    readers = [checkpoint.format_reader for checkpoint in opened]
+    readers = [checkpoint.format.reader for checkpoint in opened]
     folders = [reader for reader in readers if isinstance(reader, HuggingFaceCheckpoint) and reader.whole]
     if len(folders) < len(opened):
         return [*opened]
@@ -146,8 +147,12 @@ def as_text_model(checkpoint: CheckpointView) -> CheckpointView:
     view = renamed(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
     text = frozenset(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
     # In a text, the positions on all three axes are equal.
-    arguments = lazy(lambda: view.arguments.replace(position_embedding_type="rope"))
-    return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
+    arguments = lazy(lambda: view.job.arguments().replace(position_embedding_type="rope"))
+    return replace(
+        view,
+        job=replace(view.job, arguments=arguments),
+        composition=replace(view.composition, whole_model=WholeModel(kind, text)),
+    )
 
 
 def vision_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> list[HuggingFaceTensor]:
@@ -160,7 +165,7 @@ def vision_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> lis
     Raises:
         UnsupportedCheckpointError: the `config.json` has another model type, or describes another model.
     """
-    whole = checkpoint.whole_model
+    whole = checkpoint.composition.whole_model
     if whole is None:
         return []
     vision = config.get("vision_config")
@@ -169,19 +174,19 @@ def vision_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> lis
             "the vision tower is described only in config.json, which is missing",
             found=str(config.get("model_type", "none in the checkpoint's folder")),
             expected=f"model_type {whole.kind}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint=_HINT,
         )
     tower = VISION_TOWERS[whole.kind]
     names = checkpoint.names(WEIGHT)
-    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
+    shapes = {name: named_tensor(checkpoint, WEIGHT, name).shape for name in names if name not in whole.text}
     _refuse([*tower.mismatches(config, shapes), *_unlike(vision, checkpoint)], checkpoint)
     return [tower.tensor(name, shape, vision) for name, shape in shapes.items()]
 
 
 def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
     """Return where Megatron-Bridge's own file contradicts the vision configuration."""
-    recorded = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
+    recorded = ((run_config_of(checkpoint.files.folder) or {}).get("model") or {}).get("vision_config")
     trained = recorded if isinstance(recorded, Mapping) else {}
     return [
         f"{key} is {vision[key]}, not {value}, in vision_config"
@@ -198,9 +203,9 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
     Raises:
         UnsupportedCheckpointError: released folders store experts transposed, which shapes do not show.
     """
-    if checkpoint.whole_model is None:
+    if checkpoint.composition.whole_model is None:
         return family.tensors(arguments)
-    tower = VISION_TOWERS[checkpoint.whole_model.kind]
+    tower = VISION_TOWERS[checkpoint.composition.whole_model.kind]
     tensors = family.tensors(arguments, _STACKED if tower.experts else None)
     written = map(turned_stack, tensors) if tower.experts else tensors
     return [replace(tensor, name=tower.folder_name(tensor.name)) for tensor in written]
@@ -231,7 +236,7 @@ def checked_whole(
         for key, value in trained.items()
         if key not in _OF_TRAINING and described.get(key) != value
     ]
-    axes = checkpoint.arguments.raw.get("mrope_section")
+    axes = checkpoint.job.arguments().raw.get("mrope_section")
     if axes is not None and list(axes) != list(sections_of(config) or ()):
         wrong.append(f"mrope_section is {sections_of(config)}, not {axes}")
     _refuse(wrong, checkpoint)
@@ -251,6 +256,6 @@ def _refuse(wrong: Sequence[str], checkpoint: CheckpointView) -> None:
         raise UnsupportedCheckpointError(
             "config.json describes another model than the trained one",
             found="; ".join(wrong[:_SHOWN]),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint=_HINT,
         )

@@ -53,6 +53,7 @@ from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
 from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.lazy_torch import torch
@@ -60,7 +61,7 @@ from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.planning.plan import TargetSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice, named_tensor
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, QuantizedOutput, Record, WriteItem
 from mcore_ckpt_ext.storage.json_text import json_file
 from mcore_ckpt_ext.storage.safetensors import Declared
@@ -68,8 +69,6 @@ from mcore_ckpt_ext.storage.safetensors import Declared
 # An argument of Megatron's own parser, which descriptions by other training loops do not have.
 _OF_PRETRAIN_GPT = "use_checkpoint_args"
 _SHOWN = 6
-
-
 _DTYPE = ("torch_dtype", "dtype")
 _BLOCK, _SCALES = 128, "_scale_inv"
 _FP8 = {
@@ -98,11 +97,11 @@ class HuggingFaceTarget:
         config = json_of(self.auxiliary_files, CONFIG)
         self._vision_tensors = vision_tensors(checkpoint, config)
         vision_names = {tensor.regions[0].name for tensor in self._vision_tensors}
-        names = [name for name in checkpoint.weights.names() if name not in vision_names]
+        names = [name for name in checkpoint.model.weights().names() if name not in vision_names]
         passed = parse_assignments(options.arguments)
-        self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
-        model = complete(with_passed(checkpoint.arguments, passed, self._where))
-        self._replaced = replaced_values(checkpoint.arguments, passed)
+        self._where = "".join((str(checkpoint.files.folder), *(f", --argument {text}" for text in options.arguments)))
+        model = complete(with_passed(checkpoint.job.arguments(), passed, self._where))
+        self._replaced = replaced_values(checkpoint.job.arguments(), passed)
         self._check_ignored(model, passed)
         arguments = model.replace(vocab_size=self._vocabulary())
         once = (text_config(config) or config).get("model_type")
@@ -113,12 +112,12 @@ class HuggingFaceTarget:
                 found="; ".join(lost), where=self._where, hint="pass another family: --family NAME",
             )  # fmt: skip
         self.left_out = matching(names, self.fit.family.megatron_left_out)
-        exports_masters = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
+        exports_masters = options.kind == FP32_PARAM and checkpoint.optimizer.format() is not None
         self._masters = set(checkpoint.names(FP32_PARAM)) if exports_masters else set()
         if options.kind == FP32_PARAM and not self._masters:
             raise UnsupportedCheckpointError(
                 "the checkpoint has no fp32 masters", found=", ".join(checkpoint.kinds()),
-                where=str(checkpoint.folder), hint="export the weights: leave --from out",
+                where=str(checkpoint.files.folder), hint="export the weights: leave --from out",
             )  # fmt: skip
         self._tensors = [*text_tensors(checkpoint, self.fit.family, self.fit.arguments), *self._vision_tensors]
         self._check_shapes()
@@ -131,7 +130,7 @@ class HuggingFaceTarget:
     def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:
         """Refuse arguments Megatron may have ignored, except in release checkpoints, which no job trained."""
         flags = {name: value for name, value in ignored(model).items() if name not in passed}
-        if flags and not self._checkpoint.is_release and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
+        if flags and not self._checkpoint.job.is_release and self._checkpoint.job.arguments().is_set(_OF_PRETRAIN_GPT):
             default = {
                 "rope_scaling_factor": "=8",
                 "rotary_seq_len_interpolation_factor": f"={model.rotary_seq_len_interpolation_factor} since 0.19, "
@@ -140,7 +139,7 @@ class HuggingFaceTarget:
             raise UnsupportedCheckpointError(
                 "the job was given flags that pretrain_gpt.py, or an older one, does not pass on to its model",
                 found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items()),
-                where=str(self._checkpoint.folder),
+                where=str(self._checkpoint.files.folder),
                 hint="pass the values used in training; with pretrain_gpt.py: "
                 + " ".join(f"--argument {name}{default[name]}" for name in flags),
             )
@@ -236,13 +235,13 @@ class HuggingFaceTarget:
 
     def _vocabulary(self) -> int:
         source = self._checkpoint
-        vocab_size = self._options.vocab_size or source.vocabulary or configured_tokens(self.auxiliary_files)
+        vocab_size = self._options.vocab_size or source.job.vocabulary() or configured_tokens(self.auxiliary_files)
         # A tokenizer often has fewer tokens than the embedding has rows, and never more.
-        vocab_size = vocab_size or max(source.tokens or 0, tokenizer_tokens(self.auxiliary_files) or 0) or None
+        vocab_size = vocab_size or max(source.job.tokens or 0, tokenizer_tokens(self.auxiliary_files) or 0) or None
         if vocab_size is None:
             raise UnsupportedCheckpointError(
                 "the size of the vocabulary without Megatron's padding is unknown",
-                found=f"{source.vocabulary_rows} rows with it", where=str(source.folder),
+                found=f"{vocabulary_rows(source)} rows with it", where=str(source.files.folder),
                 hint="pass --vocab-size N, or --tokenizer PATH",
             )  # fmt: skip
         return vocab_size
@@ -251,7 +250,7 @@ class HuggingFaceTarget:
         """Check that parameters have the shapes that the arguments imply; the vocabulary may be padded."""
         wrong = []
         for name, shape in parameter_shapes(self._tensors).items():
-            stored_shape = self._checkpoint.named_tensor(WEIGHT, name).shape
+            stored_shape = named_tensor(self._checkpoint, WEIGHT, name).shape
             longer = name in VOCABULARY and stored_shape[1:] == shape[1:] and stored_shape[0] > shape[0]
             if stored_shape != shape and not longer:
                 wrong.append(f"{name} is {stored_shape}, not {shape}")
@@ -269,7 +268,7 @@ class HuggingFaceTarget:
         yield from (*self._replaced, *family.notices(arguments), *notes_on(arguments), *unknown(arguments))
         shapes = parameter_shapes(self._tensors)
         yield from contradictions(self._checkpoint)
-        stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]
+        stored = named_tensor(self._checkpoint, WEIGHT, VOCABULARY[0]).shape[0]
         kept = shapes[VOCABULARY[0]][0]
         if stored > kept:
             rows = counted(stored - kept, "row of the vocabulary is", "rows of the vocabulary are")
@@ -299,7 +298,7 @@ class HuggingFaceTarget:
         if tensor.transposed or tensor.interleaved > 1:
             raise UnsupportedCheckpointError(
                 f"--quantize does not support the transposed weights of {self.fit.family.name}",
-                found=name, where=str(self._checkpoint.folder), hint="leave --quantize out",
+                found=name, where=str(self._checkpoint.files.folder), hint="leave --quantize out",
             )  # fmt: skip
         rows, columns = tensor.shape
         for scales in (False, True):
@@ -313,7 +312,7 @@ class HuggingFaceTarget:
         dtypes = set()
         for name, regions in groupby(tensor.regions, key=lambda region: region.name):
             kind = FP32_PARAM if name in self._masters else WEIGHT
-            source = self._checkpoint.named_tensor(kind, name)
+            source = named_tensor(self._checkpoint, kind, name)
             part = Slice.whole(tuple(regions))
             placed.append(WriteItem(start, TargetSlice(kind, part, {name: source}), matrix_order_of(tensor, part)))
             start += part.numel
@@ -333,7 +332,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
     """
     if any(map(is_adapter, checkpoint.names(WEIGHT))):
         return lay_out_adapters(checkpoint, target, family)
-    merged = checkpoint.merge_notes
+    merged = checkpoint.composition.merge_notes
     if target.lora_alpha is not None and not merged:
         raise UsageError("the checkpoint has no adapters", found="--lora-alpha", hint="leave the option out")
     layout = HuggingFaceTarget(checkpoint, target, family, tokenizer_files(target.tokenizer))

@@ -58,11 +58,11 @@ class FlatStates:
 
     def _settings(self, rank: LegacyRank, child: int) -> dict[str, Any]:
         """Return the parameter groups and the scaler of one chained optimizer."""
-        groups = distinct_groups(self._checkpoint.param_groups(), self._layout.expert > 1)[child]
+        groups = distinct_groups(self._checkpoint.optimizer.param_groups(), self._layout.expert > 1)[child]
         if not MATCHES_GROUPS_BY_SETTINGS.is_of(self._version):
             groups = self._sort_by_first_use(groups, rank, child)
         settings: dict[str, Any] = {"optimizer": {"param_groups": groups}}
-        scaler = self._checkpoint.grad_scaler()
+        scaler = self._checkpoint.optimizer.grad_scaler()
         return settings if scaler is None else {**settings, "grad_scaler": scaler}
 
     def _sort_by_first_use(
@@ -113,7 +113,7 @@ class FlatStates:
             numel = sum(bucket.numel_unpadded for bucket in buffer.buckets)
             arrays: dict[str, Any] = {
                 _STATE_NAMES.get(kind, kind): DeclaredTensor(torch.float32, (numel,), self._content(buffer, kind))
-                for kind in self._checkpoint.optimizer.carried_kinds
+                for kind in self._checkpoint.optimizer.state().carried_kinds
             }
             state[number] = {_dtypes(buffer): {**arrays, "numel_unpadded": numel}}
         return state

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary, second_names
 from mcore_ckpt_ext.model_space.names import is_of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import TargetSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice, named_tensor
 from mcore_ckpt_ext.planning.write_plan import WriteItem
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
@@ -40,7 +40,7 @@ class TargetModels:
         self._arguments = arguments
         self._layout = layout
         self._names = LocalNames(arguments, version)
-        tensors = {name: self._padded(name) for name in checkpoint.weights.names()}
+        tensors = {name: self._padded(name) for name in checkpoint.model.weights().names()}
         gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
         self._twice = second_names(tensors)
         weights = {}
@@ -80,7 +80,7 @@ class TargetModels:
         parameters = registration_order(names, self.order, tied_copy=tied_copy)
         if parameters is not None:
             return parameters
-        if self._checkpoint.optimizer_format is None:
+        if self._checkpoint.optimizer.format() is None:
             return names  # weights are loaded by name
         raise UnsupportedCheckpointError(
             "the order in which the model registers its parameters is unknown",
@@ -93,7 +93,7 @@ class TargetModels:
 
         These are biases of routers, and second names of tied weights.
         """
-        others = [name for name in self._checkpoint.weights.names() if name not in self.local.weights]
+        others = [name for name in self._checkpoint.model.weights().names() if name not in self.local.weights]
         return [name for name in others if self.local.chunk_of(name) == (rank.pipeline, stage)]
 
     def extra_states(self, rank: LegacyRank, stage: int, names: Iterable[str]) -> list[str]:
@@ -150,7 +150,7 @@ class TargetModels:
 
     def _padded(self, name: str) -> LogicalTensor:
         """Return a weight with the vocabulary padded for the target's tensor parallel size."""
-        tensor = self._checkpoint.named_tensor(WEIGHT, name)
+        tensor = named_tensor(self._checkpoint, WEIGHT, name)
         if is_in_vocabulary(name):
             return replace(tensor, shape=(self._arguments.whole("padded_vocab_size"), *tensor.shape[1:]))
         return tensor

@@ -19,6 +19,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.evidence import Loading
 from mcore_ckpt_ext.formats.expert_states import grouped_experts, split_state
+from mcore_ckpt_ext.formats.holder import holder_of
 from mcore_ckpt_ext.formats.legacy.optimizer_settings import OptimizerSettings
 from mcore_ckpt_ext.formats.legacy.ranks import (
     MODEL_FILE,
@@ -112,7 +113,7 @@ class LegacyCheckpoint(FormatReader):
     @cached_property
     def weights(self) -> LegacyWeights:
         """The model's arrays."""
-        return LegacyWeights(self._rank_models(), self.arguments, self.layout)
+        return LegacyWeights(self._rank_models(), self.arguments, self.view.job.layout)
 
     @cached_property
     @override
@@ -128,9 +129,9 @@ class LegacyCheckpoint(FormatReader):
     @cached_property
     @override
     def optimizer(self) -> OptimizerState:
-        check_provable(self.view, None, [str(self.stored_optimizer_format)])
+        check_provable(holder_of(self.view), None, [str(self.stored_optimizer_format)])
         if self._buffer_files:
-            return legacy_optimizer(self.view, FlatState(self._flat_arrays(), joined=True, chunked=False))
+            return legacy_optimizer(holder_of(self.view), FlatState(self._flat_arrays(), joined=True, chunked=False))
         if files := [
             file.name for rank_state in self._ranks for file in self._folders.layer_wise_files(rank_state.folder)
         ]:
@@ -149,8 +150,8 @@ class LegacyCheckpoint(FormatReader):
                 where=str(self.folder),
                 hint="resume with --no-load-optim for the weights alone",
             )
-        masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.layout, self.transfer)
-        return with_masters(masters, self.weights, lambda: self.view.models.weights)
+        masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.view.job.layout, self.transfer)
+        return with_masters(masters, self.weights, lambda: self.view.job.models().weights)
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
@@ -173,12 +174,13 @@ class LegacyCheckpoint(FormatReader):
             UnreadableCheckpointError: the number of layers differs from the job's, so that numbers would be wrong.
         """
         # Some layers of such a model may have no parameters, and cannot be counted.
-        if has_varying_layers(self.arguments) and (layers := layers_by_chunk(self.arguments, self.layout)) is not None:
+        layout = self.view.job.layout
+        if has_varying_layers(self.arguments) and (layers := layers_by_chunk(self.arguments, layout)) is not None:
             return layers
         stages = {
             rank_state.rank.pipeline: [layers_of(chunk) for chunk in rank_state.chunks] for rank_state in self._ranks
         }
-        order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
+        order = [(rank, stage) for stage in range(layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
         expected = self.arguments.layer_counts
         if expected and any(counts) and sum(counts) not in expected:  # models with several blocks (T5) have no pipeline
@@ -192,7 +194,7 @@ class LegacyCheckpoint(FormatReader):
         spans = {
             place: range(end - count, end) for place, count, end in zip(order, counts, accumulate(counts), strict=True)
         }
-        return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
+        return [[spans[rank, stage] for stage in range(layout.virtual_pipeline)] for rank in sorted(stages)]
 
     def parameter_orders(self) -> Sequence[ParameterOrder]:
         """Return the order of the stored model, in which the gradient buffers were packed, then others."""
@@ -226,7 +228,7 @@ class LegacyCheckpoint(FormatReader):
 
     def _state_of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
         """Return a state by its name; a state of grouped experts is split by expert if possible."""
-        count = (self.arguments.num_experts or 0) // self.layout.expert
+        count = (self.arguments.num_experts or 0) // self.view.job.layout.expert
         names = grouped_experts(name, range(rank.expert * count, (rank.expert + 1) * count))
         try:
             return dict(zip(names, split_state(state, count), strict=True)) if names else {name: state}
@@ -278,7 +280,7 @@ class LegacyCheckpoint(FormatReader):
     @cached_property
     def _ranks(self) -> list[RankState]:
         """The stored state of each rank, the first pipeline rank first."""
-        return self._folders.states(self.layout)
+        return self._folders.states(self.view.job.layout)
 
     def _archive(self, rank_state: RankState) -> TorchArchive:
         return self.transfer.archive(rank_state.file)
@@ -311,13 +313,13 @@ class LegacyCheckpoint(FormatReader):
         stores the state of the dense parameters (optimizer.py, `ChainedOptimizer.save_parameter_state`).
         """
         state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
+        tensor_size = self.view.job.layout.tensor
         for buffers in self._buffers:
-            rank = buffers.rank
-            place = buffers.place
+            rank, place = buffers.rank, buffers.place
             for child, content in enumerate(buffers.children):
                 if content is not None:
                     experts = self.has_expert_optimizer and child == self._children - 1
-                    index = self._expert_index(rank) if experts else rank.tensor + self.layout.tensor * rank.pipeline
+                    index = self._expert_index(rank) if experts else rank.tensor + tensor_size * rank.pipeline
                     state[child, index] = buffer_arrays(content, place, place.file)
         return state
 
@@ -336,7 +338,7 @@ class LegacyCheckpoint(FormatReader):
 
     def _expert_index(self, rank: LegacyRank) -> int:
         """Return the rank's position among all expert ranks, in the order that its version of Megatron uses."""
-        layout = self.layout
+        layout = self.view.job.layout
         if self.arguments.is_set("expert_tensor_parallel_size"):
             tensor = rank.tensor % layout.expert_tensor
             return tensor + layout.expert_tensor * (rank.expert + layout.expert * rank.pipeline)

@@ -10,6 +10,7 @@ from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.legacy.options import Legacy
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 # Arguments that distribute layers over pipeline ranks; they apply to one number of ranks only.
@@ -26,11 +27,11 @@ _SPREADING = (
 
 def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments:
     """Return Megatron's arguments of the job that will read: the writer's, with another layout."""
-    written = checkpoint.arguments
-    source = checkpoint.layout
+    written = checkpoint.job.arguments()
+    source = checkpoint.job.layout
     _check_layout_known(checkpoint, target)
     tensor = target.tensor_model_parallel_size or source.tensor
-    vocabulary = target.vocab_size or checkpoint.vocabulary
+    vocabulary = target.vocab_size or checkpoint.job.vocabulary()
     pipeline = target.pipeline_model_parallel_size or source.pipeline
     expert = target.expert_model_parallel_size or source.expert
     virtual = target.virtual_pipeline_model_parallel_size
@@ -55,7 +56,9 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
         "padded_vocab_size": _padded_vocabulary(checkpoint, tensor, vocabulary),
         "ckpt_format": "torch",
         "use_dist_ckpt": False,
-        "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chained_optimizer_settings()),
+        "use_distributed_optimizer": not (
+            checkpoint.optimizer.format() and checkpoint.optimizer.chained_optimizer_settings()
+        ),
         **without_fsdp(written),
     }
     reader = written.replace(**changes)
@@ -73,12 +76,12 @@ def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
         "pipeline": target.pipeline_model_parallel_size,
         "expert": target.expert_model_parallel_size,
     }
-    missing = [name for name, size in open_sizes.items() if size is None and name in checkpoint.layout.unknown]
+    missing = [name for name, size in open_sizes.items() if size is None and name in checkpoint.job.layout.unknown]
     if missing:
         raise UsageError(
             "the layout to write is unknown, because the source does not record its own",
             expected=", ".join(f"--{name}-model-parallel-size" for name in missing),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="pass these options",
         )
 
@@ -91,8 +94,8 @@ def _padded_vocabulary(checkpoint: CheckpointView, tensor: int, vocabulary: int 
     No checkpoint records the size without padding. If the user does not pass it, the stored number of rows is kept, or
     padded further if it is not divisible.
     """
-    multiple = (checkpoint.arguments.make_vocab_size_divisible_by or 128) * tensor
-    stored = checkpoint.vocabulary_rows or checkpoint.arguments.whole("padded_vocab_size")
+    multiple = (checkpoint.job.arguments().make_vocab_size_divisible_by or 128) * tensor
+    stored = vocabulary_rows(checkpoint) or checkpoint.job.arguments().whole("padded_vocab_size")
     if vocabulary is None:
         return stored if stored % tensor == 0 else -(-stored // multiple) * multiple
     return -(-vocabulary // multiple) * multiple

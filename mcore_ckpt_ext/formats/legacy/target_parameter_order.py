@@ -37,17 +37,17 @@ def order_for(
         raise UnsupportedCheckpointError(
             "the model registers its parameters in an unknown order, and that version orders those of Mamba "
             "mixers differently",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="use --to torch_dist, which does not depend on the order",
         )
-    if checkpoint.has_expert_optimizer == has_expert_optimizer or not any(
+    if checkpoint.optimizer.has_expert_optimizer() == has_expert_optimizer or not any(
         is_of_experts(name) for names in registered for name in names
     ):
         return ObservedOrder("the source's own model", registered)
     raise UnsupportedCheckpointError(
         "the model registers its parameters in an unknown order, so the place of its experts in the "
         "other layout is unknown",
-        where=str(checkpoint.folder),
+        where=str(checkpoint.files.folder),
         hint="keep the expert-parallel size, or use --to torch_dist, which does not depend on the order",
     )
 
@@ -55,8 +55,8 @@ def order_for(
 def _registered(checkpoint: CheckpointView) -> list[list[str]]:
     """Return each verified buffer's names in registration order, the reverse of the buffer's own order."""
     # Another layer spec registers parameters in another order.
-    shows_order = checkpoint.optimizer_format and checkpoint.trained.shows_registration
-    buffers = checkpoint.optimizer.buffers if shows_order else ()
+    shows_order = checkpoint.optimizer.format() and checkpoint.optimizer.shows_registration
+    buffers = checkpoint.optimizer.state().buffers if shows_order else ()
     registered = []
     for packing in (part.packing_of(group).packing for part in buffers for group in part.groups.values()):
         for buffer in sorted({key.buffer for key in packing}):

@@ -19,6 +19,7 @@ from mcore_ckpt_ext.model_space.names import is_of_experts
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.groups import rule_of, rule_that_keeps
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS
+from mcore_ckpt_ext.planning.plan import named_tensor
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
 Part = Callable[[str, str], DeclaredTensor]
@@ -40,7 +41,7 @@ class WholeStates:
         self._checkpoint = checkpoint
         self._chain = chain
         self._has_expert_optimizer = has_expert_optimizer
-        state = checkpoint.optimizer
+        state = checkpoint.optimizer.state()
         self._kinds: dict[str, list[str]] = {name: [] for name in state.names()}
         for kind in state.carried_kinds:
             for name in state.names(kind) if kind != FP32_PARAM else ():
@@ -96,8 +97,8 @@ class WholeStates:
             return [list(names)]
         by_group: list[list[str]] = [[] for _ in groups]
         for name in names:
-            shape = self._checkpoint.named_tensor(WEIGHT, name).shape
-            by_group[group_that_holds(name, shape, groups, self._checkpoint.arguments)].append(name)
+            shape = named_tensor(self._checkpoint, WEIGHT, name).shape
+            by_group[group_that_holds(name, shape, groups, self._checkpoint.job.arguments())].append(name)
         return by_group
 
     def _is_own_master(self, name: str) -> bool:

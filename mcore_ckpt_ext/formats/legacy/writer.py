@@ -26,6 +26,7 @@ from mcore_ckpt_ext.formats.legacy.whole_state import WholeStates
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import CHOOSES_CHECKPOINT_FORMATS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -95,7 +96,7 @@ class LegacyTarget:
         """Yield notes for the user of the files."""
         if self._whole is None:
             yield f"parameters in gradient buffers: the order of {self._models.order.label}"
-        elif any(SHARDING_MARK in child for child in self._checkpoint.chained_optimizer_settings()):
+        elif any(SHARDING_MARK in child for child in self._checkpoint.optimizer.chained_optimizer_settings()):
             yield "the optimizer is written whole, what was distributed, too: without --use-distributed-optimizer"
         else:
             yield "the optimizer is written as it was: without --use-distributed-optimizer"
@@ -109,7 +110,7 @@ class LegacyTarget:
                 f"the embedding has {rows} rows: a job that pads differently needs "
                 f"--make-vocab-size-divisible-by {rows // self.layout.tensor}"
             )
-            stored = self._checkpoint.vocabulary_rows or rows
+            stored = vocabulary_rows(self._checkpoint) or rows
             if stored > rows:
                 cut = counted(stored - rows, "row of the vocabulary is", "rows of the vocabulary are")
                 yield f"the last {cut} cut: that job has {rows}"
@@ -189,7 +190,7 @@ class LegacyTarget:
     def _same_ranks(self) -> bool:
         """True if the target has the ranks of the source, so that their random states apply."""
         layout = self.layout
-        source = self._checkpoint.layout
+        source = self._checkpoint.job.layout
         expected = set(product(range(layout.pipeline), range(layout.tensor)))
         same = (layout.tensor, layout.pipeline) == (source.tensor, source.pipeline)
         return same and set(self._state.random_states) == expected
@@ -199,14 +200,15 @@ class LegacyTarget:
         """The writer of optimizers that are not distributed; None if there are none."""
         apart = self.layout.expert > 1
         chain = portable_chain(
-            self._checkpoint.chained_optimizer_settings() if self._checkpoint.optimizer_format else [], apart
+            self._checkpoint.optimizer.chained_optimizer_settings() if self._checkpoint.optimizer.format() else [],
+            apart,
         )
         return WholeStates(self._checkpoint, undistributed(chain), apart) if chain else None
 
     @cached_property
     def _flat(self) -> FlatStates | None:
         """The writer of distributed optimizers; None if there are none."""
-        if self._checkpoint.optimizer_format is None or self._whole is not None:
+        if self._checkpoint.optimizer.format() is None or self._whole is not None:
             return None
         return FlatStates(self._checkpoint, self._models, self.layout, self._version)
 
@@ -220,11 +222,11 @@ def lay_out(checkpoint: CheckpointView, target: Legacy, family: Family | None) -
     """
     check_iteration(checkpoint, target)
     arguments = reader_arguments(checkpoint, target)
-    if checkpoint.format_reader.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
+    if checkpoint.format.reader.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(
             "the tensor-parallel split of the norms of this model's queries and keys is unknown",
             found="norms across all heads, which Megatron Core does not have",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="use --to torch_dist, which Megatron-Bridge reads under any layout",
         )
     check_recoverable(checkpoint.names(WEIGHT))

@@ -36,9 +36,8 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 )
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
-from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.open_options import OpenOptions
-from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES, list_adapters
+from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.json_text import read_json
@@ -107,11 +106,6 @@ class PeftCheckpoint(WeightsAlone):
             raise adapters_without_model(folder)
         return cls(folder, options.model, options.family)
 
-    @classmethod
-    @override
-    def list_tensors(cls, folder: Path) -> Listing:
-        return list_adapters(folder)
-
     def __init__(self, folder: Path, base: CheckpointView, family: Family | None = None) -> None:
         """Read the configuration, the header, and whether linears share their `lora_A`.
 
@@ -125,7 +119,7 @@ class PeftCheckpoint(WeightsAlone):
             UnsupportedCheckpointError: Megatron-Bridge does not support these adapters.
         """
         super().__init__(folder)
-        self._base = base.folder
+        self._base = base.files.folder
         self.config = read_json(folder / ADAPTER)
         self._check_config()
         self._fit: Fit = fit_of_adapters(base, family, {})

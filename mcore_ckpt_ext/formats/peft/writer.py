@@ -24,7 +24,7 @@ from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.planning.plan import TargetSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice, named_tensor
 from mcore_ckpt_ext.planning.write_plan import Output, Record, WriteItem
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import json_file, read_json
@@ -44,7 +44,7 @@ class PeftTarget:
         self.left_out = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
         passed = parse_assignments(options.arguments)
         self.fit: Fit = fit_of_adapters(checkpoint, family, passed)
-        self._replaced = replaced_values(checkpoint.arguments, passed)
+        self._replaced = replaced_values(checkpoint.job.arguments(), passed)
         self._adapters = adapters_in(checkpoint, self.fit)
         self._scaling = scaling_of(checkpoint, options.lora_alpha)
 
@@ -70,11 +70,11 @@ class PeftTarget:
         return Output([file, json_file(CONFIG, self._config(), last=True)], records, tuple(self._notes()))
 
     def _dtype(self, tensor: HuggingFaceTensor) -> str:
-        return self._checkpoint.named_tensor(WEIGHT, tensor.regions[0].name).dtype
+        return named_tensor(self._checkpoint, WEIGHT, tensor.regions[0].name).dtype
 
     def _content(self, tensor: HuggingFaceTensor) -> tuple[WriteItem, ...]:
         name = tensor.regions[0].name
-        source = self._checkpoint.named_tensor(WEIGHT, name)
+        source = named_tensor(self._checkpoint, WEIGHT, name)
         return (WriteItem(0, TargetSlice(WEIGHT, Slice.whole(tensor.regions), {name: source})),)
 
     def _config(self) -> dict[str, Any]:

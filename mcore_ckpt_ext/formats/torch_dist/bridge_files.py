@@ -14,6 +14,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.lazy_torch import torch
@@ -34,14 +35,14 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
         UnsupportedCheckpointError: the tensor or pipeline parallel size that it was written under is unknown.
     """
     content, notes = _content(checkpoint)
-    layout = checkpoint.layout
+    layout = checkpoint.job.layout
     if layout.unknown & {"tensor", "pipeline"}:
         raise UnsupportedCheckpointError(
             "Megatron-Bridge needs the layout that the checkpoint was written under, which is unknown",
-            where=checkpoint.arguments.source,
+            where=checkpoint.job.arguments().source,
             hint="pass it: --source-tensor-model-parallel-size and so on",
         )
-    has_optimizer = checkpoint.optimizer_format is not None
+    has_optimizer = checkpoint.optimizer.format() is not None
     content = with_facts(
         content,
         {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline},
@@ -59,7 +60,7 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
 
 def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     """Return the content of the source's `run_config.yaml`, or one made from its arguments."""
-    run_config = run_config_of(checkpoint.folder)
+    run_config = run_config_of(checkpoint.files.folder)
     if run_config is not None:
         kept, emptied = harmless(run_config)
         return kept, [f"left out of {RUN_CONFIG}: {place}, which Megatron-Bridge would run" for place in emptied]
@@ -67,12 +68,12 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     from mcore_ckpt_ext.families.bridge import bridge_model, import_notices, model_fields
     from mcore_ckpt_ext.families.recognition import family_of_megatron
 
-    tokenizer = {"tokenizer": {"vocab_size": checkpoint.tokens}} if checkpoint.tokens else {}
-    rows = {"vocab_size": checkpoint.vocabulary_rows, "should_pad_vocab": False}
+    tokenizer = {"tokenizer": {"vocab_size": checkpoint.job.tokens}} if checkpoint.job.tokens else {}
+    rows = {"vocab_size": vocabulary_rows(checkpoint), "should_pad_vocab": False}
     section: dict[str, Any] = {}
     try:
-        model = complete(checkpoint.arguments)
-        arguments = checkpoint.arguments
+        model = complete(checkpoint.job.arguments())
+        arguments = checkpoint.job.arguments()
         # Incomplete arguments are not filled up with defaults.
         section = {
             name: value
@@ -92,11 +93,11 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
 
 def train_state(checkpoint: CheckpointView) -> bytes:
     """Return the bytes of `train_state.pt`: tensors with one element, by name."""
-    arguments = checkpoint.arguments.raw
+    arguments = checkpoint.job.arguments().raw
     counts = {name: int(arguments.get(name) or 0) for name in COUNTED}
-    operations = float(checkpoint.common.get("num_floating_point_operations_so_far") or 0)
+    operations = float(checkpoint.job.common().get("num_floating_point_operations_so_far") or 0)
     state = {
-        "step": torch.tensor(checkpoint.iteration, dtype=torch.int64),
+        "step": torch.tensor(checkpoint.job.iteration(), dtype=torch.int64),
         **{name: torch.tensor(count, dtype=torch.int64) for name, count in counts.items()},
         "floating_point_operations_so_far": torch.tensor(operations, dtype=torch.float64),
         **{name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")},

@@ -42,10 +42,14 @@ class ChainedOptimizers:
         self._checkpoint = checkpoint
         self._version = version
         self._has_expert_optimizer = has_expert_optimizer
-        self._source = checkpoint.chained_optimizer_settings() if checkpoint.optimizer_format is not None else []
+        self._source = (
+            checkpoint.optimizer.chained_optimizer_settings() if checkpoint.optimizer.format() is not None else []
+        )
         self._was_split = any(SHARDING_MARK in child for child in self._source)
         self._is_resplit = not self._was_split and self._splits_by_default()
-        self._stepped_by_muon = frozenset(checkpoint.optimizer.names(MOMENTUM)) if self._is_resplit else frozenset()
+        self._stepped_by_muon = (
+            frozenset(checkpoint.optimizer.state().names(MOMENTUM)) if self._is_resplit else frozenset()
+        )
 
     def is_distributed(self, name: str) -> bool:
         """Return whether a DistributedOptimizer has the state of a parameter."""
@@ -53,7 +57,7 @@ class ChainedOptimizers:
             return True
         if self._is_resplit:
             return name not in self._stepped_by_muon
-        return MAY_SPLIT_LAYER_WISE.is_of(self._version) and self._checkpoint.optimizer.is_distributed(name)
+        return MAY_SPLIT_LAYER_WISE.is_of(self._version) and self._checkpoint.optimizer.state().is_distributed(name)
 
     def entries(self, encoding: str) -> list[dict[str, Any]]:
         """Return the entry of each optimizer in the common state, marking distributed ones; empty if all are."""
@@ -94,7 +98,7 @@ class ChainedOptimizers:
         head's DistributedOptimizer drops Adam's second moment (`optimizer_state_keys`, distrib_optimizer.py), so stock
         Megatron cannot resume any file.
         """
-        arguments = self._checkpoint.arguments
+        arguments = self._checkpoint.job.arguments()
         others = [child for child in self._source if not _is_muons(child)]
         return (
             splits_layer_wise(self._version)

@@ -105,9 +105,9 @@ class DescribedCheckpoint(FormatReader):
         self._weights_source = self._external.checkpoint
         self._source_weights: WeightsView | None = None
         if self._weights_source is not None:
-            self.reader = reader = OverlayReader(self.reader, self._weights_source.reader)
+            self.reader = reader = OverlayReader(self.reader, self._weights_source.files.reader)
             self.transfer = Transfer(reader)
-            self._source_weights = relocated(self._weights_source.weights, reader.name_of)
+            self._source_weights = relocated(self._weights_source.model.weights(), reader.name_of)
         if opened is not None:
             self.index = opened.index
             self.weights_derived_from_masters = opened.weights_derived_from_masters
@@ -146,11 +146,11 @@ class DescribedCheckpoint(FormatReader):
         """Megatron's arguments, possibly incomplete; None if the checkpoint has none."""
         if ARGUMENTS not in self.common:
             return None
-        return megatron_arguments(stored_arguments(self.common), self.folder, self.sidecar)
+        return megatron_arguments(stored_arguments(self.common), self.folder, self.found_sidecar.sidecar)
 
     def _described(self) -> Description:
         """Describe the job by auxiliary files and the user's options."""
-        return described(self.reader, self._megatron_arguments, self.sidecar, self._facts)
+        return described(self.reader, self._megatron_arguments, self.found_sidecar.sidecar, self._facts)
 
     @cached_property
     def description(self) -> Description:
@@ -196,8 +196,10 @@ class DescribedCheckpoint(FormatReader):
         unproven = self._with(external)
         proven = unproven._under_a_layout(_is_proven)
         if proven is None:
-            raise other_weights_error("they fit under no layout that its buffers allow", unproven.view, source.folder)
-        check_belonging(proven.view, source.folder)
+            raise other_weights_error(
+                "they fit under no layout that its buffers allow", unproven.view, source.files.folder
+            )
+        check_belonging(proven.view, source.files.folder)
         return proven.view
 
     @property
@@ -208,7 +210,7 @@ class DescribedCheckpoint(FormatReader):
     def external_archives(self) -> Iterator[tuple[str, int, int]]:
         """Yield all archives of the other checkpoint that contains the weights, if any."""
         if self._weights_source is not None and isinstance(self.reader, OverlayReader):
-            for file, offset, length in self._weights_source.archives():
+            for file, offset, length in self._weights_source.files.archives():
                 yield self.reader.name_of(file), offset, length
 
     def _with(self, external: ExternalModel) -> Self:
@@ -222,7 +224,7 @@ class DescribedCheckpoint(FormatReader):
         Returns:
             None without such a layout.
         """
-        if "tensor" not in self.layout.unknown or not (sizes_to_try := possible_layouts(self.index)):
+        if "tensor" not in self.view.job.layout.unknown or not (sizes_to_try := possible_layouts(self.index)):
             return self
         candidates = (self._with(replace(self._external, layout=sizes)) for sizes in sizes_to_try)
         return next((candidate for candidate in candidates if holds(candidate)), None)
@@ -231,7 +233,7 @@ class DescribedCheckpoint(FormatReader):
     def models(self) -> LocalModels:
         if not self._external.weights:
             return super().models()
-        layout = self.layout
+        layout = self.view.job.layout
         weights = self._external.weights
         stored = {name: weight.stored(layout.tensor, layout.expert_tensor) for name, weight in weights.items()}
         return LocalModels(stored, self.arguments, layout, self.has_expert_optimizer, self.layers())
@@ -251,12 +253,15 @@ class DescribedCheckpoint(FormatReader):
     @property
     @override
     def vocabulary(self) -> int | None:
-        return self._weights_source.vocabulary if self._weights_source else None
+        return self._weights_source.job.vocabulary() if self._weights_source else None
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
         about_weights = (
-            [f"the weights are those of {self._weights_source.folder}", *self._weights_source.notices()]
+            [
+                f"the weights are those of {self._weights_source.files.folder}",
+                *self._weights_source.format.notices(self._weights_source),
+            ]
             if self._weights_source
             else []
         )

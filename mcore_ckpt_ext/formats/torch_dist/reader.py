@@ -16,6 +16,7 @@ from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.evidence import Bound, Loading, bounds_of_index, bounds_of_metadata
+from mcore_ckpt_ext.formats.holder import holder_of
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
@@ -171,8 +172,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """
         if self._keeps_nothing:
             nothing = ModelSpaceState(self._optimizer_keys, distributed=False)
-            return with_masters(nothing, self.weights, lambda: self.view.models.weights)
-        return open_optimizer(self.view, self._optimizer_keys)
+            return with_masters(nothing, self.weights, lambda: self.view.job.models().weights)
+        return open_optimizer(holder_of(self.view), self._optimizer_keys)
 
     @override
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
@@ -256,11 +257,11 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
         """Return the keys of the weights, which may be stored in another checkpoint."""
-        return self._weights_source.sharded_keys() if self._weights_source else self._own_weights.places()
+        return self._weights_source.model.sharded_keys() if self._weights_source else self._own_weights.places()
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        states = dict(self._weights_source.extra_states()) if self._weights_source else {}
+        states = dict(self._weights_source.states.extra()) if self._weights_source else {}
         for key, _, shard in (name.rpartition("/shard_") for name in self.index.objects):
             if is_extra_state(key):
                 offsets = [int(number) for number in shard.partition("_")[0].split(".")]
@@ -310,7 +311,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
 def torch_dist_reader(checkpoint: CheckpointView) -> TorchDistCheckpoint | None:
     """Return the reader of a checkpoint if Megatron's `torch_dist` loader reads it by the same index."""
-    reader = checkpoint.format_reader
+    reader = checkpoint.format.reader
     # Formats with a derived reader have other keys, files or objects.
     return reader if type(reader) is TorchDistCheckpoint else None
 

@@ -22,7 +22,6 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration, small_file, with_files, with_notes
-from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     WRITTEN_FOR,
@@ -36,6 +35,7 @@ from mcore_ckpt_ext.formats.torch_dist.chained_optimizers import ChainedOptimize
 from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_layer_form
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction, vocabulary_rows
 from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.job.layer_form import note_on
 from mcore_ckpt_ext.job.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
@@ -56,7 +56,7 @@ from mcore_ckpt_ext.model_space.names import EXTRA_STATE, is_of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.table import portable_format
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice, named_tensor
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
 
@@ -97,8 +97,8 @@ class TorchDistTarget:
         self._version = version
         self._has_expert_optimizer = has_expert_optimizer
         self._with_arguments = with_arguments
-        self._keys = checkpoint.sharded_keys()
-        self._state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), version)
+        self._keys = checkpoint.model.sharded_keys()
+        self._state = PortableState.of(checkpoint, known_arguments(checkpoint.job.arguments()), version)
         self._chain = ChainedOptimizers(checkpoint, version, has_expert_optimizer=has_expert_optimizer)
         self._random_states = dict(self._random_state_objects())
 
@@ -131,8 +131,8 @@ class TorchDistTarget:
 
     def _about_the_arguments(self) -> Iterator[str]:
         """Report missing arguments that stock requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
-        missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_set(name)]
-        if missing and self._with_arguments and not self._checkpoint.is_release:
+        missing = [name for name in _COMPARED if not self._checkpoint.job.arguments().is_set(name)]
+        if missing and self._with_arguments and not self._checkpoint.job.is_release:
             yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"
 
     def _config(self) -> bytes:
@@ -144,15 +144,15 @@ class TorchDistTarget:
 
     def _arrays(self) -> Iterator[Array]:
         source = self._checkpoint
-        yield from self._arrays_of(WEIGHT, source.weights.names(), "")
-        if source.optimizer_format is None:
+        yield from self._arrays_of(WEIGHT, source.model.weights().names(), "")
+        if source.optimizer.format() is None:
             return
-        optimizer = source.optimizer
+        optimizer = source.optimizer.state()
         for kind in optimizer.carried_kinds:
             for distributed in (True, False):
                 names = [name for name in optimizer.names(kind) if self._chain.is_distributed(name) == distributed]
                 if kind == FP32_PARAM and not distributed:
-                    names = [name for name in names if self._checkpoint.named_tensor(WEIGHT, name).dtype != "float32"]
+                    names = [name for name in names if named_tensor(self._checkpoint, WEIGHT, name).dtype != "float32"]
                 renamed = STORES_FULLY_RESHARDABLE.is_of(self._version)
                 gathered = kind == FP32_PARAM and distributed and renamed
                 state = "param" if gathered else kind
@@ -165,7 +165,7 @@ class TorchDistTarget:
             key, index = self._keys[name]
             stacks.setdefault(key, []).append((index, name))
         for key, members in stacks.items():
-            tensors = [self._checkpoint.named_tensor(kind, name) for _, name in members]
+            tensors = [named_tensor(self._checkpoint, kind, name) for _, name in members]
             counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
             shape, dtype = tensors[0].shape, _common_dtype(tensors)
             whole = counts + shape
@@ -217,7 +217,7 @@ class TorchDistTarget:
         If Transformer Engine is installed, the final norms are modules of it, and request these states
         (`LayerNormImpl`, transformer_block.py, core_v0.12.1 to 0.19.2). Otherwise no module requests them.
         """
-        if not (self._checkpoint.is_release and self._checkpoint.arguments.transformer_impl == "local"):
+        if not (self._checkpoint.job.is_release and self._checkpoint.job.arguments().transformer_impl == "local"):
             return {}
         modules = [name.removesuffix(".weight") for name in self._keys if _LAST_NORM.fullmatch(name)]
         return {f"{module}.{EXTRA_STATE}": torch.empty(0, dtype=torch.uint8) for module in modules}
@@ -226,7 +226,7 @@ class TorchDistTarget:
         """Yield the states of the random generators by key; none if the reading job has different ranks."""
         states = self._state.random_states
         grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
-        layout = self._checkpoint.layout
+        layout = self._checkpoint.job.layout
         # In 0.16 with several expert ranks, and only there, the grid has a data-parallel axis (`get_rng_state`).
         axes = 3 if GRID_OF_EXPERTS_HAS_DATA_RANKS.is_of(self._version) and layout.expert > 1 else 2
         if len(grid) == axes and len(states) == prod(grid):
@@ -239,12 +239,12 @@ class TorchDistTarget:
         common, arguments = dict(self._state.common), argparse.Namespace(**vars(self._state.common["args"]))
         common["args"] = arguments
         if vocabulary_contradiction(source):
-            arguments.padded_vocab_size = source.vocabulary_rows
+            arguments.padded_vocab_size = vocabulary_rows(source)
         arguments.ckpt_format = "torch_dist"
         arguments.use_dist_ckpt = True
         arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)
         content: dict[str, Any] = {}
-        if source.optimizer_format is not None:
+        if source.optimizer.format() is not None:
             encoding = portable_format(self._version)
             children = self._chain.entries(encoding) or self._distributed(encoding)
             common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
@@ -253,7 +253,7 @@ class TorchDistTarget:
             arguments.use_distributed_optimizer = all(SHARDING_MARK in child for child in children)
             arguments.ckpt_fully_parallel_save = True  # up to 0.12 this selects `fully_sharded_model_space`
         if DESCRIBES_CONTENT.is_of(self._version):
-            written = source.common.get("content_metadata")
+            written = source.job.common().get("content_metadata")
             singletons = written.get("singleton_local_shards") if isinstance(written, dict) else None
             content["singleton_local_shards"] = singletons is True
             content["chained_optim_avoid_prefix"] = not MARKS_CHAINED_KEYS.is_of(self._version)
@@ -267,9 +267,9 @@ class TorchDistTarget:
     def _distributed(self, encoding: str) -> list[dict[str, Any]]:
         """Return an entry for each distributed optimizer: dense parameters, then experts."""
         children = []
-        for groups in distinct_groups(self._checkpoint.param_groups(), self._has_expert_optimizer):
+        for groups in distinct_groups(self._checkpoint.optimizer.param_groups(), self._has_expert_optimizer):
             child: dict[str, Any] = {"optimizer": {"param_groups": groups}, SHARDING_MARK: encoding}
-            scaler = self._checkpoint.grad_scaler()
+            scaler = self._checkpoint.optimizer.grad_scaler()
             if scaler is not None:
                 child["grad_scaler"] = scaler
             children.append(child)
@@ -333,17 +333,17 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
     changes = parse_assignments(target.arguments)
     checkpoint = with_layer_form(checkpoint, changes)
     version, expert = version_number(target.megatron_version), target.expert_model_parallel_size
-    has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
+    has_expert_optimizer = checkpoint.optimizer.has_expert_optimizer() if expert is None else expert > 1
     written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
-    of_bridge = checkpoint.format_reader.bridge_notices() if target.for_bridge else []
+    of_bridge = checkpoint.format.reader.bridge_notices() if target.for_bridge else []
     output = with_notes(written.output(), [*note_on(changes), *of_bridge])
-    if (stored_config := checkpoint.format_reader.run_config()) is not None:
+    if (stored_config := checkpoint.format.reader.run_config()) is not None:
         output = with_files(output, small_file(RUN_CONFIG, stored_config.encode()))
     elif target.for_bridge:
         run_config, notes = run_config_file(checkpoint, written.carries_random_states)
         output = with_notes(with_files(output, run_config, small_file(TRAIN_STATE, train_state(checkpoint))), notes)
     plan = iteration(checkpoint, target, output)
-    if not target.for_bridge or checkpoint.is_release:
+    if not target.for_bridge or checkpoint.job.is_release:
         return plan
     latest = small_file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)
     return replace(plan, output=replace(plan.output, files=[*plan.output.files, latest]))

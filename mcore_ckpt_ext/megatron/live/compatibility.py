@@ -45,8 +45,8 @@ def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArgum
     """
     stored_names = set(checkpoint.names(WEIGHT))
     counterparts = {name: name for name in live}
-    if arguments is not None and becomes_hybrid(checkpoint.arguments, arguments):
-        layers = checkpoint.arguments.num_layers
+    if arguments is not None and becomes_hybrid(checkpoint.job.arguments(), arguments):
+        layers = checkpoint.job.arguments().num_layers
         of_gpt = names_in_gpt(str(arguments.hybrid_layer_pattern), layers, live)
         counterparts = {name: NEW + name if in_gpt is None else in_gpt for name, in_gpt in of_gpt.items()}
     spelled = {name: renamed_as_in(stored_names, counterpart) for name, counterpart in counterparts.items()}
@@ -79,7 +79,7 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
         raise ModelMismatchError(
             "the checkpoint holds parameters that the model does not have",
             found=f"{len(unused)} of them, {', '.join(unused[:3])}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="resume with --untie-embeddings-and-output-weights, as the checkpoint was written"
             if all(map(is_output_layer, unused))
             else SAME_MODEL,
@@ -91,7 +91,7 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
             "the model has its own output layer, but the embeddings of the checkpoint are tied",
             found="no such parameter in the checkpoint",
             expected=output_layer,
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="resume without --untie-embeddings-and-output-weights; to train a new output layer with a new "
             "optimizer: --no-load-optim --dist-ckpt-strictness log_all",
         )
@@ -148,13 +148,13 @@ def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, argument
     Raises:
         UnsupportedCheckpointError: the checkpoint has such adapters.
     """
-    moved = "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor != running.tensor
+    moved = "tensor" in checkpoint.job.layout.unknown or checkpoint.job.layout.tensor != running.tensor
     if moved and (wrong := ordered_by_size(checkpoint, arguments)):
         raise UnsupportedCheckpointError(
             f"{loop_of(wrong)} reads the rows of these adapters wrongly under another tensor parallel size",
             found=f"{join_some(wrong, 2)}, under TP{running.tensor}",
-            expected=f"TP{checkpoint.layout.tensor}, as they were saved",
-            where=str(checkpoint.folder),
+            expected=f"TP{checkpoint.job.layout.tensor}, as they were saved",
+            where=str(checkpoint.files.folder),
             hint="keep the size; to write them for peft in the right order: mcore-ckpt convert SRC DST --to hf",
         )
 
@@ -165,13 +165,13 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
     Raises:
         ModelMismatchError: the optimizer needs state that is not stored, or stored state would be dropped.
     """
-    state = checkpoint.optimizer
+    state = checkpoint.optimizer.state()
     stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
     needed = set(shard.kinds)
     if stored and stored != needed:
         actual = f"{' and '.join(sorted(stored))} of this parameter"
         expected = " and ".join(sorted(needed)) or "nothing but its master"
-        raise another_kind_of_optimizer(actual, expected, f"{shard.name}, {checkpoint.folder}")
+        raise another_kind_of_optimizer(actual, expected, f"{shard.name}, {checkpoint.files.folder}")
 
 
 def another_kind_of_optimizer(found: str, expected: str, where: str) -> ModelMismatchError:
@@ -194,7 +194,11 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
     """
     stored = checkpoint.logical_tensor(WEIGHT, shard.name)
     parameter = shard.live.parameter
-    if stored is None or quantization_check(parameter) is not None or checkpoint.masters_are_derived(shard.name):
+    if (
+        stored is None
+        or quantization_check(parameter) is not None
+        or checkpoint.optimizer.masters_are_derived(shard.name)
+    ):
         return
     live = str(parameter.dtype).removeprefix("torch.")
     if stored.dtype in _ROUNDED and live != stored.dtype:
@@ -202,7 +206,7 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
             "the running job uses another precision than the checkpoint",
             found=f"{stored.dtype}",
             expected=live,
-            where=f"{shard.name}, {checkpoint.folder}",
+            where=f"{shard.name}, {checkpoint.files.folder}",
             hint=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or with --no-load-optim, which "
             "initializes the optimizer from the weights",
         )
@@ -214,12 +218,12 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
     Raises:
         UnreadableCheckpointError: elements are stored more than once.
     """
-    index = checkpoint.format_reader.stored_index
+    index = checkpoint.format.reader.stored_index
     if index is not None and (overlapping := index.overlapping):
         raise UnreadableCheckpointError(
             "the checkpoint stores elements more than once",
             found=f"overlapping chunks of {join_some(sorted(overlapping), 3)}",
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="its index was edited, or mixes several checkpoints: use another iteration",
         )
 
@@ -230,13 +234,13 @@ def check_lost(checkpoint: CheckpointView) -> None:
     Raises:
         ProofError: optimizer state is lost; the message lists all of it.
     """
-    lost = checkpoint.optimizer.lost_elements()
+    lost = checkpoint.optimizer.state().lost_elements()
     if lost:
         raise ProofError(
             "Megatron wrote this fully_reshardable optimizer state shifted; most of it can be repaired, but not all",
             found=f"{counted(sum(lost.values()), 'element')} in no slot: "
             + ", ".join(f"{count} of {name}" for name, count in lost.items()),
-            where=str(checkpoint.folder),
+            where=str(checkpoint.files.folder),
             hint="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
             f"{ACCEPT_LOST.name}=1: lost masters are then taken from the weights, and their moments are zero",
         )
@@ -248,6 +252,6 @@ def verify_checksums(checkpoint: CheckpointView, rank: int, ranks: int) -> None:
     Raises:
         UnreadableCheckpointError: a checksum differs.
     """
-    for number, (file, offset, length) in enumerate(sorted(set(checkpoint.archives()))):
+    for number, (file, offset, length) in enumerate(sorted(set(checkpoint.files.archives()))):
         if number % ranks == rank:
-            TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
+            TorchArchive(checkpoint.files.reader, file, offset, length).verify_checksums()

@@ -59,7 +59,7 @@ class Prover:
         for shard, count in self._equal:
             left[shard] -= count
         for shard, count in left.items():
-            if count and not self._checkpoint.masters_are_derived(shard.name):
+            if count and not self._checkpoint.optimizer.masters_are_derived(shard.name):
                 try:
                     prove(shard, self._masters[shard], self._checkpoint)
                 except ProofError as error:
@@ -77,7 +77,7 @@ class Prover:
             "the live weights are not those of the checkpoint: none equals its rounded master",
             found=error.found,
             expected="weights that are loaded before the optimizer",
-            where=str(self._checkpoint.folder),
+            where=str(self._checkpoint.files.folder),
             hint="load the weights of the same checkpoint first",
         )
 
@@ -88,7 +88,9 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
     Raises:
         ProofError: a master does not round to its weight.
     """
-    stored = check_at_stored_scales(checkpoint, shard.live.tensors, checkpoint.master_check, checkpoint.transfer)
+    stored = check_at_stored_scales(
+        checkpoint, shard.live.tensors, checkpoint.job.master_check, checkpoint.files.transfer
+    )
     master_check = weaker_of(stored, quantization_check(shard.live.parameter))
     weight = shard.weight
     for begin in range(0, master.numel(), _BLOCK):
@@ -96,7 +98,7 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
         first = shard.slice.start + begin
 
         def where(position: int, first: int = first) -> str:
-            return f"{shard.name}, element {first + position} of this rank's part, {checkpoint.folder}"
+            return f"{shard.name}, element {first + position} of this rank's part, {checkpoint.files.folder}"
 
         more_hint = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
         weight_part = weight[part] if weight.device == master.device else weight[part].to(master.device)

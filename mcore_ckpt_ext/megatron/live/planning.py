@@ -54,10 +54,10 @@ def check_job(resume: Resume) -> None:
     running = resume.running
     check_same_kinds(resume.summaries)
     check_stored_once(checkpoint)
-    with naming_differences(checkpoint.arguments, running):
+    with naming_differences(checkpoint.job.arguments(), running):
         check_names(checkpoint, set(map(resume.spell, resume.live_names())))
-    check_tokens(checkpoint.tokens, running, checkpoint.folder)
-    check_gates(checkpoint.arguments, running, str(checkpoint.folder))
+    check_tokens(checkpoint.job.tokens, running, checkpoint.files.folder)
+    check_gates(checkpoint.job.arguments(), running, str(checkpoint.files.folder))
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
 
 
@@ -67,8 +67,8 @@ def check_recorded_digests(resume: Resume, rank: int, ranks: int) -> None:
     Raises:
         ProofError: some state differs.
     """
-    for buffers in resume.checkpoint.optimizer.buffers:
-        check_digests(buffers, str(resume.checkpoint.folder), (rank, ranks))
+    for buffers in resume.checkpoint.optimizer.state().buffers:
+        check_digests(buffers, str(resume.checkpoint.files.folder), (rank, ranks))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan_rank(resume: Resume, shards: Sequence[OwnShard], groups: Sequence[Seque
     """
     checkpoint = resume.checkpoint
     options = resume.options
-    with naming_differences(checkpoint.arguments, resume.running):
+    with naming_differences(checkpoint.job.arguments(), resume.running):
         for shard in shards:
             check_kinds(checkpoint, shard)
             check_precision(checkpoint, shard)
@@ -103,7 +103,9 @@ def plan_rank(resume: Resume, shards: Sequence[OwnShard], groups: Sequence[Seque
 
 def stored_groups(checkpoint: CheckpointView) -> Any:
     """Return the stored parameter groups with Adam's step, which some formats keep elsewhere."""
-    return with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
+    return with_step(
+        checkpoint.optimizer.param_groups(), checkpoint.job.common(), checkpoint.job.arguments().constant_batch_size
+    )
 
 
 # The phases that every loop performs on an open checkpoint.

@@ -32,13 +32,13 @@ class Reading(Generic[OwnShard]):
         self._plan = make_plan([_slice(*request) for request in self._stored], checkpoint, accept_lost)
         for plan in self.plans:
             for read in plan.reads:
-                checkpoint.transfer.locate(read.extent)
+                checkpoint.files.transfer.locate(read.extent)
 
         self._once: dict[str, ReadOnce] = {}
 
     def wanted_bytes(self) -> dict[str, Spans]:
         """Return the byte ranges of each kind that this rank needs, except inputs of derived values."""
-        transfer = self._checkpoint.transfer
+        transfer = self._checkpoint.files.transfer
         return {kind: wanted_bytes(self._plan.part_of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
 
     def share(self, wants: Sequence[Mapping[str, Spans]]) -> None:
@@ -47,8 +47,8 @@ class Reading(Generic[OwnShard]):
         Args:
             wants: `wanted_bytes` of every rank.
         """
-        reader = self._checkpoint.reader
-        transfer = self._checkpoint.transfer
+        reader = self._checkpoint.files.reader
+        transfer = self._checkpoint.files.transfer
         for kind in (FP32_PARAM, *self.kinds):
             of_ranks = [spans.get(kind, {}) for spans in wants]
             self._once[kind] = ReadOnce(self._plan.part_of_kind(kind), reader, transfer, of_ranks)
@@ -94,7 +94,7 @@ class Reading(Generic[OwnShard]):
         """
         targets = {target: shard for target, (shard_kind, shard) in enumerate(self._stored) if shard_kind == kind}
         part = self._plan.part_of_kind(kind)
-        transfer = self._checkpoint.transfer
+        transfer = self._checkpoint.files.transfer
         memory = {target: rooms[shard] for target, shard in targets.items()}
         if kind in self._once:
             self._once[kind].execute(memory)

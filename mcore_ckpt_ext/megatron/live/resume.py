@@ -66,7 +66,7 @@ class Resume:
     @property
     def schedule(self) -> dict[str, Any] | None:
         """The stored state of the learning rate scheduler; None if the checkpoint has none."""
-        stored = scheduler_in(self.checkpoint.common)
+        stored = scheduler_in(self.checkpoint.job.common())
         return stored if isinstance(stored, dict) else None
 
     def live_names(self) -> set[str]:
@@ -91,7 +91,7 @@ class Resume:
             specs: the weights of each rank.
         """
         weights = {name: weight for of_rank in specs for name, weight in of_rank.items()}
-        self.opened = self.checkpoint.with_weights_of_a_job(weights)
+        self.opened = self.checkpoint.format.with_weights_of_a_job(weights)
 
 
 def changed_padding(stored: int | None, rows: int | None) -> str:

@@ -123,7 +123,7 @@ class DcpStorageAdapter(ABC):
 
         def load_base_checkpoint(*positional: Any, rank0: bool = False, **keywords: Any) -> Any:
             if rank0:
-                common = {key: self.checkpoint.common.get(key) for key in ("iteration", "checkpoint_version")}
+                common = {key: self.checkpoint.job.common().get(key) for key in ("iteration", "checkpoint_version")}
                 kind = scope["CheckpointType"][self.backend.upper()]
                 is_release = self._folder.name == "release"
                 return with_torch_dtypes({"args": self.arguments, **common}), str(self._folder), is_release, kind
@@ -143,16 +143,16 @@ class DcpStorageAdapter(ABC):
         read, proven = zip(*gather((self._reader.bytes_read if self._reader else 0, self._filler.proven)), strict=True)
         source = self.checkpoint
         how = (
-            f"verified {source.master_check.relation}"
-            if source.master_check.is_approximate
+            f"verified {source.job.master_check.relation}"
+            if source.job.master_check.is_approximate
             else "verified equal to their weights"
         )
         content, detail = (
-            ("model and optimizer", source.optimizer_format) if self._fills_optimizer else ("weights", "alone")
+            ("model and optimizer", source.optimizer.format()) if self._fills_optimizer else ("weights", "alone")
         )
         rest = account_of_load(source).sentence
         return (
-            f"{content} resumed from {source.layout} by {self.whose}: {source.format}, {detail}, "
+            f"{content} resumed from {source.job.layout} by {self.whose}: {source.format.name}, {detail}, "
             f"{sum(read) / 1e6:,.1f} MB read, {counted(sum(proven), 'master')} {how}"
             f"{f'; {rest}' if rest else ''}"
         )
@@ -224,7 +224,7 @@ class DcpStorageAdapter(ABC):
             )
         shape = tuple(live.shape)
         may_pad = array.tensor.name in VOCABULARY and shape[1:] == array.shape[1:]
-        if shape != array.shape and not (may_pad and shape[0] >= (self.checkpoint.tokens or 0)):
+        if shape != array.shape and not (may_pad and shape[0] >= (self.checkpoint.job.tokens or 0)):
             raise ModelMismatchError(
                 "a parameter has different shapes in the model and the checkpoint",
                 found=f"{array.shape} in the checkpoint",
@@ -250,7 +250,7 @@ class _Request(NamedTuple):
 
 
 def _check_stored_optimizer(resume: Resume) -> None:
-    if resume.checkpoint.optimizer_format is None:
+    if resume.checkpoint.optimizer.format() is None:
         raise ModelMismatchError(
             "the checkpoint has no optimizer state", where=str(resume.session.folder), hint="resume with --finetune"
         )

@@ -74,7 +74,7 @@ def presented(
         checkpoint = opened(live) if opened is not None else session.checkpoint
         rank_state, missing, unknown = _rank_state(checkpoint, chunks, arguments, live)
         state.update(rank_state)
-        releases.append(checkpoint.is_release)
+        releases.append(checkpoint.job.is_release)
         return missing, unknown
 
     missing, unknown = map(sum, zip(*agreed("cutting the weights", cut), strict=True))
@@ -117,17 +117,17 @@ def _rank_state(
         spell = name_map_for(checkpoint, live)
         check_names(checkpoint, set(map(spell, live)))
         # A Hugging Face folder has no arguments: this job's arguments have been compared with its config.json.
-        written = Namespace(**(vars(arguments) if checkpoint.format_reader.is_model_folder else checkpoint.args))
+        written = Namespace(**(vars(arguments) if checkpoint.format.reader.is_model_folder else checkpoint.job.args))
         vars(written).update({name: getattr(arguments, name) for name in _LAYOUT_ARGUMENTS if hasattr(arguments, name)})
         described = live_parameters(chunks, spell)
-        states = checkpoint.extra_states()
+        states = checkpoint.states.extra()
         models, extras = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
         keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
-        common = with_torch_dtypes({**checkpoint.common, "args": written})
+        common = with_torch_dtypes({**checkpoint.job.common(), "args": written})
         state = {**common, **dict(zip(keys, models, strict=True))}
         return state, sum(len(extra.missing) for extra in extras), sum(len(extra.unknown) for extra in extras)
     finally:
-        checkpoint.reader.close()
+        checkpoint.files.reader.close()
 
 
 def _model_state(
@@ -145,9 +145,9 @@ def _model_state(
     tensors = [described[id(state[name])] for name in local]
     targets = [TargetSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
     filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
-    checkpoint.transfer.execute(make_plan(targets, checkpoint), filled)
-    if checkpoint.format_reader.is_model_folder:
-        _check_numbers(tensors, filled, str(checkpoint.folder))
+    checkpoint.files.transfer.execute(make_plan(targets, checkpoint), filled)
+    if checkpoint.format.reader.is_model_folder:
+        _check_numbers(tensors, filled, str(checkpoint.files.folder))
     extra = states_for(state, dict(zip(local, tensors, strict=True)), states)
     values = {
         name: values.view(live.parameter.shape) for name, live, values in zip(local, tensors, filled, strict=True)

@@ -28,6 +28,7 @@ from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.planning.plan import named_tensor
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 # `check_checkpoint_args` compares these; such a job has only one layout, which determines them.
@@ -60,7 +61,7 @@ class TorchFsdpAdapter(DcpStorageAdapter):
         self._weights = {f"{MODEL}{key}": spell(name) for key, (_, name) in named.items()}
         self._names = {number: spell(name) for number, name in named.values()}
         self._without = arguments.no_load_optim or arguments.finetune or folder.name == "release"
-        state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), megatron_version())
+        state = PortableState.of(checkpoint, known_arguments(checkpoint.job.arguments()), megatron_version())
         self._common = {key: value for key, value in state.common.items() if key in COMMON_KEYS}
         self.arguments = self._common["args"]
         vars(self.arguments).update({name: getattr(arguments, name) for name in _LAYOUT_ARGUMENTS})
@@ -85,7 +86,7 @@ class TorchFsdpAdapter(DcpStorageAdapter):
     @override
     def complete(self, state_dict: Mapping[str, Any]) -> None:
         """Set the options of each parameter group to the stored options of its parameters, with Adam's step."""
-        if not self._without and self.checkpoint.optimizer_format is not None:
+        if not self._without and self.checkpoint.optimizer.format() is not None:
             state = state_dict[_OPTIMIZER]
             for number, group in enumerate(state.get(_OPTIMIZER, state)["param_groups"]):
                 group.update(with_torch_dtypes(self._settings(number)))
@@ -96,10 +97,12 @@ class TorchFsdpAdapter(DcpStorageAdapter):
         Raises:
             ModelMismatchError: the parameters were in several groups.
         """
-        (groups,) = distinct_groups(self.checkpoint.param_groups(), has_expert_optimizer=False)
+        (groups,) = distinct_groups(self.checkpoint.optimizer.param_groups(), has_expert_optimizer=False)
         names = self._groups[number]
-        shapes = {name: self.checkpoint.named_tensor(WEIGHT, name).shape for name in names}
-        numbers = {group_that_holds(name, shape, groups, self.checkpoint.arguments) for name, shape in shapes.items()}
+        shapes = {name: named_tensor(self.checkpoint, WEIGHT, name).shape for name in names}
+        numbers = {
+            group_that_holds(name, shape, groups, self.checkpoint.job.arguments()) for name, shape in shapes.items()
+        }
         if len(numbers) > 1:
             raise ModelMismatchError(
                 "parameters of one group of the running optimizer were in several ones",
@@ -111,12 +114,12 @@ class TorchFsdpAdapter(DcpStorageAdapter):
 
     @override
     def arrays(self) -> Mapping[str, FsdpArray]:
-        weights = {name: self.checkpoint.named_tensor(WEIGHT, name) for name in self.checkpoint.names(WEIGHT)}
+        weights = {name: named_tensor(self.checkpoint, WEIGHT, name) for name in self.checkpoint.names(WEIGHT)}
         arrays = {}
         for key, (kind, name) in self._places.items():
             if (tensor := weights.get(name)) is not None:
                 if kind != WEIGHT:
-                    tensor = self.checkpoint.optimizer.logical_tensor(kind, name) if not self._without else None
+                    tensor = self.checkpoint.optimizer.state().logical_tensor(kind, name) if not self._without else None
                 if tensor is not None:
                     arrays[key] = FsdpArray(key, tensor.shape, kind, tensor, 0)
         return arrays

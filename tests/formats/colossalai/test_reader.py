@@ -58,7 +58,7 @@ def test_an_optimizer_that_the_target_cannot_hold_ends_the_conversion_unless_it_
         == "convert it first: mcore-ckpt convert SRC DST --to torch_dist --drop optimizer"
     )
     convert(saved, tmp_path / "out", TorchDist(), drop=["optimizer"])
-    assert open_checkpoint(tmp_path / "out").optimizer_format is None
+    assert open_checkpoint(tmp_path / "out").optimizer.format() is None
 
 
 def test_a_terminal_gets_a_line_for_keys_that_differ_in_numbers(
@@ -80,9 +80,9 @@ def test_both_in_one_folder(tmp_path: Path) -> None:
     # Folders with weights only are recognized by the names of their shards.
     for file in one.glob("pytorch_optim*"):
         file.unlink()
-    assert open_checkpoint(one).format == "colossalai"
-    assert open_checkpoint(one).unread() == []
-    assert open_checkpoint(tmp_path / "source").format == "hf"
+    assert open_checkpoint(one).format.name == "colossalai"
+    assert open_checkpoint(one).files.unread() == []
+    assert open_checkpoint(tmp_path / "source").format.name == "hf"
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

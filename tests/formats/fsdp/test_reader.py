@@ -23,7 +23,7 @@ FIRST_LINEAR = "decoder.layers.0.mlp.linear_fc1.weight"
 ])  # fmt: skip
 def test_gated_rows_in_turn_by_rank_are_refused(arguments: dict[str, Any], is_refused: bool) -> None:
     opened = open_checkpoint(fixture_named("p50").run)
-    reader: Any = opened.format_reader
+    reader: Any = opened.format.reader
     assert isinstance(reader, FsdpCheckpoint)
     reader.__dict__["recorded_arguments"] = reader.recorded_arguments.replace(**arguments)
     for key, refused in ((FIRST_LINEAR, is_refused), (FIRST_LINEAR.replace("fc1", "fc2"), False)):

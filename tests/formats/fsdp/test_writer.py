@@ -78,7 +78,7 @@ def test_to_every_format(target: Target, tmp_path: Path) -> None:
     assert compare(run, tmp_path / "out").equal
     assert verify(tmp_path / "out").sound
     if not isinstance(target, Canonical):
-        assert not open_checkpoint(tmp_path / "out").arguments.raw["use_megatron_fsdp"]
+        assert not open_checkpoint(tmp_path / "out").job.arguments().raw["use_megatron_fsdp"]
     convert(run, tmp_path / "hf", HuggingFace())
     assert compare(tmp_path / "hf", run).equal
 
@@ -91,8 +91,8 @@ def test_from_every_format(name: str, tmp_path: Path) -> None:
     assert compare(run, tmp_path / "out").equal
     assert verify(tmp_path / "out").sound
     written = open_checkpoint(tmp_path / "out")
-    assert (written.format, written.layout.pipeline) == ("fsdp_dtensor", 1)
-    assert not written.unread()
+    assert (written.format.name, written.job.layout.pipeline) == ("fsdp_dtensor", 1)
+    assert not written.files.unread()
 
 
 def test_as_torch_reads_it(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     run = fixture_named("p02").run
     convert(run, tmp_path / "out", FsdpDtensor(), drop=["optimizer"])
     written = open_checkpoint(tmp_path / "out")
-    assert written.optimizer_format is None
+    assert written.optimizer.format() is None
     assert compare(run, tmp_path / "out", kinds=["weight"]).equal
     convert(tmp_path / "out", tmp_path / "hf", HuggingFace())
     convert(tmp_path / "hf", tmp_path / "again", FsdpDtensor(transformer_impl="local"))
@@ -193,12 +193,12 @@ def test_an_unknown_key_is_named(fsdp: Fixture) -> None:
             metadata.storage_data[type(index)("strange.thing", index.offset)] = metadata.storage_data.pop(index)
 
     edit(fsdp.iteration, rename)
-    assert {item.key: item.why for item in open_checkpoint(fsdp.run).unread()}["strange.thing"] == ""
+    assert {item.key: item.why for item in open_checkpoint(fsdp.run).files.unread()}["strange.thing"] == ""
     assert any(finding.where == "strange.thing" for finding in verify(fsdp.run).findings)
 
 
 def test_names() -> None:
-    job = open_checkpoint(fixture_named("p22").run).arguments
+    job = open_checkpoint(fixture_named("p22").run).job.arguments()
     names = ModuleNames(job)
     for name in open_checkpoint(fixture_named("p22").run).names("weight"):
         assert parameter_of(f"module.module.module.{names.of(name)}", job) == Stored(name, None)

@@ -53,7 +53,7 @@ def plain(tmp_path: Path) -> Fixture:
 
 def opened(fixture: Fixture) -> Checkpoint:
     checkpoint = open_checkpoint(fixture.run)
-    assert isinstance(checkpoint.format_reader, LegacyCheckpoint)
+    assert isinstance(checkpoint.format.reader, LegacyCheckpoint)
     return checkpoint
 
 
@@ -62,14 +62,14 @@ def test_all_copies_of_a_weight_are_equal(prefix: str, norm_copies: int, embeddi
     """Norms have a copy on every tensor-parallel rank, tied embeddings on the first and the last stage."""
     checkpoint = opened(fixture_named(prefix))
     for name in checkpoint.names("weight"):
-        for copies in checkpoint.weights.copies("weight", name):
+        for copies in checkpoint.model.weights().copies("weight", name):
             read = [
-                read_slice(_Alone(checkpoint, name, copy), checkpoint.transfer, "weight", copy.slice)
+                read_slice(_Alone(checkpoint, name, copy), checkpoint.files.transfer, "weight", copy.slice)
                 for (copy,) in copies
             ]
             assert all(torch.equal(read[0], other) for other in read[1:]), name
-    assert [len(copies) for copies in checkpoint.weights.copies("weight", NORM)] == [norm_copies]
-    assert {len(copies) for copies in checkpoint.weights.copies("weight", EMBEDDINGS)} == {embedding_copies}
+    assert [len(copies) for copies in checkpoint.model.weights().copies("weight", NORM)] == [norm_copies]
+    assert {len(copies) for copies in checkpoint.model.weights().copies("weight", EMBEDDINGS)} == {embedding_copies}
 
 
 class _Alone:
@@ -88,18 +88,18 @@ class _Alone:
 
 def test_an_iteration_folder_opens_like_its_run() -> None:
     fixture = fixture_named("p08b")
-    assert open_checkpoint(fixture.iteration).layout == open_checkpoint(fixture.run).layout
-    assert open_checkpoint(fixture.iteration).format == "torch"
+    assert open_checkpoint(fixture.iteration).job.layout == open_checkpoint(fixture.run).job.layout
+    assert open_checkpoint(fixture.iteration).format.name == "torch"
 
 
 def test_layers_are_counted_from_what_the_ranks_stored() -> None:
-    assert opened(fixture_named("p08")).layers() == [[range(2)], [range(2, 4)]]
-    assert opened(fixture_named("p08b")).layers() == [[range(n, n + 1)] for n in range(4)]
+    assert opened(fixture_named("p08")).job.layers() == [[range(2)], [range(2, 4)]]
+    assert opened(fixture_named("p08b")).job.layers() == [[range(n, n + 1)] for n in range(4)]
 
 
 def test_every_archive_is_covered_by_the_checksums(split: Fixture) -> None:
     checkpoint = opened(split)
-    assert len(list(checkpoint.archives())) == 8
+    assert len(list(checkpoint.files.archives())) == 8
     verify_checksums(checkpoint)
     flip(*payload_position(checkpoint, "exp_avg", MATRIX, 5))
     with pytest.raises(UnreadableCheckpointError, match="checksum differs"):
@@ -151,7 +151,7 @@ def written(folder: Path, **state: Any) -> Path:
 @pytest.mark.parametrize("state", [{"args": Namespace(), "checkpoint_version": 2.0}, {"checkpoint_version": 3.0}, {}])
 def test_checkpoints_from_before_the_present_layout_are_refused(state: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpointError, match="before Megatron-LM 2.6"):
-        open_checkpoint(written(tmp_path, **state, model={})).layout  # noqa: B018 - looking is what is tested
+        open_checkpoint(written(tmp_path, **state, model={})).job.layout  # noqa: B018 - looking is what is tested
 
 
 def test_a_model_of_megatron_before_core_is_refused(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_files_of_a_layer_wise_optimizer_are_named_and_refused(plain: Fixture) -
     """The model's file then has the optimizer of the first data-parallel rank, and looks like a complete one."""
     (plain.iteration / "mp_rank_00" / "layer_wise_optimizer_1.pt").write_bytes(b"")
     with pytest.raises(UnsupportedCheckpointError, match="layer_wise_optimizer_1.pt.*--ckpt-format torch"):
-        _ = open_checkpoint(plain.run).optimizer
+        _ = open_checkpoint(plain.run).optimizer.state()
 
 
 def test_a_changed_master_leaves_masters_over(plain: Fixture) -> None:
@@ -216,18 +216,18 @@ def test_masters_of_a_gated_tower_have_the_rows_of_its_weights(plain: Fixture) -
 @pytest.mark.parametrize("missing", ["fp32_from_fp16_params", "exp_avg_sq", "step"])
 def test_an_optimizer_that_lacks_what_it_keeps_is_refused(missing: str) -> None:
     checkpoint = opened(fixture_named("p08c"))
-    optimizer = checkpoint.format_reader._ranks[0].optimizers[0]
+    optimizer = checkpoint.format.reader._ranks[0].optimizers[0]
     groups, state = optimizer["optimizer"]["param_groups"], optimizer["optimizer"]["state"]
     for holder in (optimizer, *groups, *state.values()):
         holder.pop(missing, None)
     with pytest.raises(UnsupportedCheckpointError, match="not as Megatron's optimizers keep it"):
-        checkpoint.optimizer  # noqa: B018 - looking is what is tested
+        checkpoint.optimizer.state()
 
 
 def test_without_distributed_optimizer_the_groups_keep_their_step() -> None:
     checkpoint = opened(fixture_named("p08c"))
-    assert isinstance(checkpoint.optimizer, LegacyMasters)
-    assert {(group["wd_mult"], group["step"]) for group in checkpoint.param_groups()} == {(1.0, 4), (0.0, 4)}
+    assert isinstance(checkpoint.optimizer.state(), LegacyMasters)
+    assert {(group["wd_mult"], group["step"]) for group in checkpoint.optimizer.param_groups()} == {(1.0, 4), (0.0, 4)}
 
 
 class _Attack:

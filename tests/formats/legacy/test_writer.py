@@ -55,7 +55,7 @@ def test_a_shared_embedding_before_its_bucket_is_refused(rule: PackingRule, is_r
 def test_a_conversion_keeps_how_cyclic_data_were_read(tmp_path: Path) -> None:
     """The files of fewer data-parallel ranks name those that have read the epoch so far."""
     source = open_checkpoint(fixture_named("p02").run)
-    job = source.arguments.replace(dataloader_type="cyclic")
+    job = source.job.arguments().replace(dataloader_type="cyclic")
     reader = reader_arguments(
         replace(source, job=replace(source.job, arguments=lambda: job)), Legacy(tensor_model_parallel_size=4)
     )

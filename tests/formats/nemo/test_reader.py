@@ -41,11 +41,15 @@ def renamed(key: str) -> str:
 
 def test_it_is_read_under_megatrons_names(nemo: Path) -> None:
     checkpoint = open_checkpoint(nemo, facts=FACTS)
-    assert checkpoint.iteration == 4
+    assert checkpoint.job.iteration() == 4
     assert_is_the_truth(checkpoint, fixture_named("p05"))
 
 
 def test_state_of_lightning_is_left_out(nemo: Path) -> None:
     """Of it, only what has a value is worth a note."""
-    (note,) = (note for note in open_checkpoint(nemo, facts=FACTS).notices() if "Lightning" in note)
+    (note,) = (
+        note
+        for note in open_checkpoint(nemo, facts=FACTS).format.notices(open_checkpoint(nemo, facts=FACTS))
+        if "Lightning" in note
+    )
     assert note.endswith(": loops")

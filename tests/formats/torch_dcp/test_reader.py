@@ -76,8 +76,8 @@ def test_to_every_format(target: Target, tmp_path: Path) -> None:
     report = convert(run, tmp_path / "out", target)
     assert compare(run, tmp_path / "out").equal
     assert verify(tmp_path / "out").sound
-    assert report.proven_elements == open_checkpoint(run).arguments.num_layers * 12_704 + 9_280
-    assert not open_checkpoint(tmp_path / "out").arguments.raw["use_torch_fsdp2"]
+    assert report.proven_elements == open_checkpoint(run).job.arguments().num_layers * 12_704 + 9_280
+    assert not open_checkpoint(tmp_path / "out").job.arguments().raw["use_torch_fsdp2"]
 
 
 def test_masters_that_are_not_those_of_their_weights(fsdp2: Fixture, tmp_path: Path) -> None:
@@ -119,5 +119,5 @@ def test_unknown_state_is_reported(fsdp2: Fixture) -> None:
             places |= {replace(key, fqn=name): place for key, place in places.items() if key.fqn == like}
 
     edit(fsdp2.iteration, add)
-    unread = {item.key: item.kind for item in open_checkpoint(fsdp2.run).unread()}
+    unread = {item.key: item.kind for item in open_checkpoint(fsdp2.run).files.unread()}
     assert unread == {"rng_state": "other", "optimizer.mystery": "unknown", "mystery": "other"}

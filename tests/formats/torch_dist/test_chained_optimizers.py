@@ -36,10 +36,10 @@ def test_the_optimizer_beside_muon_is_written_in_the_form_of_the_release(
     written = open_checkpoint(tmp_path / "out")
     by_muon, by_adam = written.names("momentum_buffer"), written.names("exp_avg_sq")
     assert by_muon and by_adam
-    assert not any(written.optimizer.is_distributed(name) for name in by_muon)
-    assert {written.optimizer.is_distributed(name) for name in by_adam} == {distributed}
+    assert not any(written.optimizer.state().is_distributed(name) for name in by_muon)
+    assert {written.optimizer.state().is_distributed(name) for name in by_adam} == {distributed}
     # Stock Megatron matches entries by position: the layer-wise optimizer comes first.
-    assert [SHARDING_MARK in child for child in written.chained_optimizer_settings()] == [False, distributed]
+    assert [SHARDING_MARK in child for child in written.optimizer.chained_optimizer_settings()] == [False, distributed]
     assert any("written as a separate DistributedOptimizer" in note for note in report.notes) == distributed
     assert differing(source.truth, everything_in(written)) == []
 
@@ -48,7 +48,7 @@ def test_a_job_without_the_layout_keeps_its_optimizer_whole() -> None:
     """The source's arguments have `--no-use-layer-wise-param-layout`."""
     source = open_checkpoint(fixture_named("p44").run)
     for layout, split in ((True, [False, True]), (False, [False, False])):
-        arguments = source.arguments.replace(use_layer_wise_param_layout=layout)
+        arguments = source.job.arguments().replace(use_layer_wise_param_layout=layout)
         chain = ChainedOptimizers(_with(source, arguments), (0, 20), has_expert_optimizer=False)
         assert [SHARDING_MARK in child for child in chain.entries("fully_reshardable")] == split
 

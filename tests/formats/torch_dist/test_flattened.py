@@ -12,7 +12,11 @@ from tests.harness.checkpoints import assert_is_the_truth, fixture_named
 def test_everything_equals_the_truth(fixture: str, name: str) -> None:
     checkpoint = open_checkpoint(fixture_named(fixture).run)
     assert_is_the_truth(checkpoint, fixture_named(fixture))
-    groups = checkpoint.param_groups()
+    groups = checkpoint.optimizer.param_groups()
     assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 4), (0.0, 4)]
-    assert (checkpoint.iteration, str(checkpoint.layout), checkpoint.format) == (4, "TP1 x PP1 x DP4", name)
-    assert {item.key: item.carried for item in checkpoint.unread()} == {"rng_state": False}
+    assert (checkpoint.job.iteration(), str(checkpoint.job.layout), checkpoint.format.name) == (
+        4,
+        "TP1 x PP1 x DP4",
+        name,
+    )
+    assert {item.key: item.carried for item in checkpoint.files.unread()} == {"rng_state": False}

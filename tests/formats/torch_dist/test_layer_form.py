@@ -15,21 +15,21 @@ LISTED, DEFAULT = "moe_layer_freq=([1]*4)", "moe_layer_freq=1"
 
 
 def keys_of(run: Path) -> list[str]:
-    index = open_checkpoint(run).format_reader.index
+    index = open_checkpoint(run).format.reader.index
     assert index is not None
     return [key for key in [*index.arrays, *index.objects] if "decoder.layers." in key]
 
 
 def test_layers_are_stored_as_the_reading_job_asks_for_them(tmp_path: Path) -> None:
     source = open_checkpoint(fixture_named("p09").run)
-    listed = convert(source.folder, tmp_path / "listed", TorchDist(arguments=[LISTED]))
+    listed = convert(source.files.folder, tmp_path / "listed", TorchDist(arguments=[LISTED]))
     assert any("stored as with moe_layer_freq [1,1,1,1]" in note for note in listed.notes)
     convert(tmp_path / "listed", tmp_path / "stacked", TorchDist(arguments=[DEFAULT]))
     assert all(key.split("decoder.layers.")[1][0].isdecimal() for key in keys_of(tmp_path / "listed"))
     assert not any(key.split("decoder.layers.")[1][0].isdecimal() for key in keys_of(tmp_path / "stacked"))
     for name, frequency in (("listed", [1, 1, 1, 1]), ("stacked", 1)):
         written = open_checkpoint(tmp_path / name)
-        assert written.arguments.moe_layer_freq == frequency
+        assert written.job.arguments().moe_layer_freq == frequency
         for kind in source.kinds():
             assert set(written.names(kind)) == set(source.names(kind))
             for tensor in source.names(kind):

@@ -221,7 +221,7 @@ def _counters(resume: Any, rank: LiveRank) -> dict[str, Any]:
     return {
         "planned_bytes": rank.bytes_read,
         "filled_elements": rank.filled_elements,
-        "read_bytes": resume.checkpoint.reader.bytes_read,
+        "read_bytes": resume.checkpoint.files.reader.bytes_read,
     }
 
 

@@ -83,7 +83,7 @@ def test_every_format_is_read_back_equal_offline_and_live(version: str, tmp_path
 def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bool:
     """Every tensor without Megatron, bit for bit; False where Megatron itself lost elements, which are refused."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
-    assert checkpoint.optimizer_format == name
+    assert checkpoint.optimizer.format() == name
     assert {f"{kind}.{key}" for kind in checkpoint.kinds() for key in checkpoint.names(kind)} == truth.tensors.keys()
     refused = set()
     for key, expected in truth.tensors.items():
@@ -93,8 +93,8 @@ def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bo
         except ModelMismatchError:
             refused.add(parameter)
     # By the packing rule of that version: the search by content would hide a wrong one.
-    assert "discovery by content" not in checkpoint.optimizer.order_sources(), folder
-    assert refused == set(checkpoint.optimizer.lost_elements())
+    assert "discovery by content" not in checkpoint.optimizer.state().order_sources(), folder
+    assert refused == set(checkpoint.optimizer.state().lost_elements())
     assert bool(refused) == (source.is_shifted and name == FULLY_RESHARDABLE), folder
     return not refused
 

@@ -54,7 +54,7 @@ class RequestedTensors:
 
 @pytest.fixture
 def checkpoint() -> TorchDistCheckpoint:
-    found = open_checkpoint(fixture_named("p10").run).format_reader
+    found = open_checkpoint(fixture_named("p10").run).format.reader
     assert isinstance(found, TorchDistCheckpoint)
     return found
 
@@ -198,8 +198,8 @@ def test_a_remembered_overlap_is_moved_to_where_the_elements_lie(
 @pytest.mark.parametrize("name", ["p01", "p06", "p07", "p10", "p41"])
 def test_directories_are_as_the_standard_library_reads_them(name: str) -> None:
     checkpoint = open_checkpoint(fixture_named(name).run)
-    for file, offset, length in sorted(set(checkpoint.archives())):
-        archive = TorchArchive(checkpoint.reader, file, offset, length)
+    for file, offset, length in sorted(set(checkpoint.files.archives())):
+        archive = TorchArchive(checkpoint.files.reader, file, offset, length)
         found = plain_directory(archive._ends[-1][1], length)
         assert found is not None
         assert found.records == archive._records_by_zipfile()

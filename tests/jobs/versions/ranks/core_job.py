@@ -193,9 +193,9 @@ def load_weights(job: Any, checkpoint: Any, live: Any) -> None:
     import core_model
     from megatron.core import dist_checkpointing
 
-    if checkpoint.format == "torch_dist":
+    if checkpoint.format.name == "torch_dist":
         wanted = core_model.sharded_models(job, {})
-        loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
+        loaded = dist_checkpointing.load(wanted, str(checkpoint.files.folder))
         for name, chunk in zip(wanted, job.models, strict=True):
             chunk.load_state_dict(loaded[name])
         return
