@@ -21,13 +21,13 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.array_location import Extent, QuantizedMatrix, ReorderedMatrix
 from mcore_ckpt_ext.planning.overlap import Run, split_runs
 from mcore_ckpt_ext.planning.plan import Derivation, Plan, PlannedRead, Source, TargetSlice, derivation_of, make_plan
-from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of
 from mcore_ckpt_ext.storage.scaled import ReadCodes, decode, scaled_by
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
+from mcore_ckpt_ext.storage.tensor_locations import TensorLocations
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 BLOCK_BYTES = 16 << 20

@@ -15,12 +15,12 @@ from mcore_ckpt_ext.planning.array_location import ArchivedTensor, RawArray
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Plan, PlannedRead
 from mcore_ckpt_ext.storage import pinned, row_reader
-from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.storage.remote import RemoteFolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
+from mcore_ckpt_ext.storage.tensor_locations import TensorLocations
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip

@@ -191,14 +191,3 @@ def _padded(holding: Holding, ranks: int, buffers: Buffers) -> int:
     if not buffers.is_distributed:
         return holding.trained
     return align(holding.aligned, bucket_alignment(ranks, buffers.high_bandwidth))
-
-
-def bubble_fraction(choice: Choice) -> float:
-    """Return a pipeline's idle time relative to its busy time: `(PP - 1) / (VPP x micro batches)`.
-
-    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-    (arXiv:2104.04473), section 2.2.
-    """
-    layout = choice.layout
-    work = layout.virtual_pipeline * max(choice.microbatches, 1)
-    return (layout.pipeline - 1) / (work + layout.pipeline - 1)

@@ -19,7 +19,6 @@ from mcore_ckpt_ext.continuity.mathematics import Difference, is_same_training
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
-from mcore_ckpt_ext.layout_choice.memory import bubble_fraction
 
 _IDLE_STEP = 0.05
 _LONG_SEQUENCE = 8192
@@ -174,3 +173,14 @@ def departure_from_guidance(choice: Choice, node: int) -> tuple[bool, bool, floa
     beyond = sum(log2(size / node) for size in (layout.tensor, experts) if size > node)
     divides_short = layout.context > 1 and (choice.job.seq_length or 0) < _LONG_SEQUENCE
     return divides_short, crosses_nodes(layout.tensor, layout, node), model + beyond
+
+
+def bubble_fraction(choice: Choice) -> float:
+    """Return the share of a step that a pipeline rank idles: `(PP - 1) / (VPP x micro batches + PP - 1)`.
+
+    Source, for the idle time relative to the ideal one, `(PP - 1) / (VPP x micro batches)`: Narayanan et al.,
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv:2104.04473), section 2.2.
+    """
+    layout = choice.layout
+    work = layout.virtual_pipeline * max(choice.microbatches, 1)
+    return (layout.pipeline - 1) / (work + layout.pipeline - 1)

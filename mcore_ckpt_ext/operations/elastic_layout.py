@@ -21,7 +21,8 @@ from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.choice import batch_of
 from mcore_ckpt_ext.layout_choice.elastic import ElasticResult, choose
 from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
-from mcore_ckpt_ext.layout_choice.memory import Memory, bubble_fraction
+from mcore_ckpt_ext.layout_choice.memory import Memory
+from mcore_ckpt_ext.layout_choice.order import bubble_fraction
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of

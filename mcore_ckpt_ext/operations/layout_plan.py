@@ -23,8 +23,9 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.fewer_gpus import with_fewer_gpus
 from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
+from mcore_ckpt_ext.layout_choice.order import bubble_fraction
 from mcore_ckpt_ext.layout_choice.search import join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT

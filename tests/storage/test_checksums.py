@@ -23,12 +23,12 @@ from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Plan, PlannedRead
-from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, LenientChecksums
 from mcore_ckpt_ext.storage.crc32 import combine_crc32, crc32, crc32_from_pieces
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
+from mcore_ckpt_ext.storage.tensor_locations import TensorLocations
 from mcore_ckpt_ext.storage.torch_archive import ByteRange, TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
