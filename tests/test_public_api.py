@@ -16,6 +16,7 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats.parts import UnreadKeys
 from tests.harness.checkpoints import fixture_named
 
 PUBLIC = {
@@ -40,7 +41,7 @@ WITH_EXAMPLE = sorted(name for name in PUBLIC if name[0].islower()) + sorted(
     ["Canonical", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist", "CheckpointError"]
 )
 # Of an open checkpoint a user needs these; formats have more, for the rest of the package.
-OF_CHECKPOINTS = ("kinds", "names", "tensor", "unread")
+OF_CHECKPOINTS = ("kinds", "names", "tensor")
 OF_HANDLES = ("read",)
 
 
@@ -74,6 +75,7 @@ def hinted() -> list[object]:
     found = [getattr(mcore_ckpt_ext, name) for name in sorted(PUBLIC - {"__version__", "Checkpoint", "TensorHandle"})]
     found = [item for item in found if not (isinstance(item, type) and issubclass(item, Exception))]
     found += [getattr(mcore_ckpt_ext.Checkpoint, name) for name in OF_CHECKPOINTS]
+    found.append(UnreadKeys.__call__)  # of `files.unread`
     return found + [getattr(mcore_ckpt_ext.TensorHandle, name) for name in OF_HANDLES]
 
 

@@ -16,7 +16,7 @@ class Facts:
     and they have precedence over files next to the checkpoint.
 
     Example:
-        >>> str(open_checkpoint("run", facts=Facts(tensor_model_parallel_size=2)).layout)
+        >>> str(open_checkpoint("run", facts=Facts(tensor_model_parallel_size=2)).job.layout)
         'TP2 x PP2 x DP2'
     """
 

@@ -150,7 +150,7 @@ def convert(
         >>> report = convert("run", "out", TorchDist(megatron_version="0.16.1"))
         >>> report.proven_elements, report.files
         (53536, 6)
-        >>> open_checkpoint("out").optimizer_format
+        >>> open_checkpoint("out").optimizer.format()
         'fully_reshardable'
     """
     begun = time.monotonic()

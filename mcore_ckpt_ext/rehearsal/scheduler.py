@@ -56,9 +56,10 @@ def check_schedule(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> N
         changes: those that differ from the job that wrote the checkpoint.
 
     Raises:
-        UsageError: one is below another, or below 0; or a constant weight decay has a start or an end.
+        UsageError: one is below another, or below 0; or a constant weight decay has another start or end.
     """
-    ends = [name for name in _DECAYS if changes.get(name) is not None]
+    # `validate_args` sets both ends of a constant one, so that the arguments of a running job have them.
+    ends = [name for name in _DECAYS if changes.get(name) not in (None, settings.get("weight_decay"))]
     if ends and _is_constant(settings):
         raise UsageError(
             "Megatron's weight decay is constant, without a start or an end",

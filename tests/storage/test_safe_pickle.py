@@ -205,7 +205,7 @@ def test_unpickling_needs_no_megatron() -> None:
     code = (
         "import sys; sys.modules['megatron'] = None; import mcore_ckpt_ext as m;"
         f"c = m.open_checkpoint({str(fixture_named('p10').run)!r});"
-        "print(c.args['num_layers'], c.iteration, 'torch.distributed.checkpoint' in sys.modules)"
+        "print(c.job.args['num_layers'], c.job.iteration(), 'torch.distributed.checkpoint' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["4", "4", "False"]

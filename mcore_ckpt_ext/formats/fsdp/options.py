@@ -21,7 +21,7 @@ class FsdpDtensor(Target):
     Example:
         >>> convert("run", "fsdp", FsdpDtensor(megatron_version="0.19.0")).files
         4
-        >>> open_checkpoint("fsdp").format
+        >>> open_checkpoint("fsdp").format.name
         'fsdp_dtensor'
     """
 

@@ -24,7 +24,7 @@ class Legacy(Target):
 
     Example:
         >>> report = convert("run", "legacy", Legacy(tensor_model_parallel_size=1, pipeline_model_parallel_size=4))
-        >>> str(open_checkpoint("legacy").layout)
+        >>> str(open_checkpoint("legacy").job.layout)
         'TP1 x PP4 x DP2'
         >>> report.notes[-1]
         'the state of the random generators belongs to other ranks: resume with --no-load-rng'

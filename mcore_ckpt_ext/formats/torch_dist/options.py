@@ -35,7 +35,7 @@ class TorchDist(Target):
     Example:
         >>> convert("run", "torch_dist", TorchDist(megatron_version="0.13.1")).files
         6
-        >>> open_checkpoint("torch_dist").optimizer_format
+        >>> open_checkpoint("torch_dist").optimizer.format()
         'fully_sharded_model_space'
     """
 
