@@ -18,8 +18,9 @@ from mcore_ckpt_ext.storage.checked_files import open_file
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.direct_reads import WORTH, DirectReads, open_direct
 
-# A zarr array has a file for each chunk, and by default a process may open 1024 files.
-_OPEN_FILES = 256
+# A zarr array has a file for each chunk, and by default a process may open 1024 files. A command reads two folders at
+# once, and each file through up to two descriptors.
+_OPEN_FILES = 128
 # Buffers per call of preadv(2): IOV_MAX of Linux.
 _MOST_BUFFERS = 1024
 _CHECKSUM_BLOCK = 1 << 19  # fits the cache of a processor core
@@ -74,9 +75,12 @@ class FolderReader:
     def past_cache(self) -> FolderReader:
         """Return a reader of the same files for bytes that this machine needs once.
 
-        It reads large blocks past the page cache. The ranks of a job do not: they read many bytes more than once.
+        It reads large blocks past the page cache. The ranks of a job do not: they read many bytes more than once. Both
+        readers keep the same files open.
         """
         reader = FolderReader(self.folder)
+        reader._descriptors = self._descriptors
+        reader._lock = self._lock
         reader._direct_reads = DirectReads()
         return reader
 

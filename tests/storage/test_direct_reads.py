@@ -150,3 +150,23 @@ def test_a_file_that_was_replaced_is_read_as_it_was(folder: Path, data: bytes) -
         (folder / "other").write_bytes(bytes(SIZE))
         (folder / "other").replace(folder / "file")
         assert reader.read("file", 0, SIZE) == data
+
+
+def open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_both_readers_of_a_folder_keep_few_files_open(tmp_path: Path) -> None:
+    """By default a process may open 1024 files, and a comparison reads two folders."""
+    before = open_files()
+    names = [f"{number}" for number in range(200)]
+    for name in names:
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(WORTH)
+    with FolderReader(tmp_path) as reader:
+        past = reader.past_cache()
+        for name in names:
+            assert reader.size(name) == WORTH
+            assert past.read(name, 0, WORTH) == bytes(WORTH)
+        assert open_files() - before <= 256
+    assert open_files() == before
