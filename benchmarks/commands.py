@@ -30,7 +30,7 @@ from statistics import median
 
 from command_line import parser_of
 from direct_io import machine  # direct_io.py in this folder
-from memory import forget, remember
+from memory import bytes_of, files_of, forget, remember
 
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
@@ -146,7 +146,7 @@ class Benchmark:
     def _run_copies(self, target: str, state: str) -> None:
         """Delete what a conversion has written, and copy as many bytes in other ways."""
         written, copy = self._folder / target, self._folder / "copy"
-        size = _bytes_of(written)
+        size = bytes_of(written)
         shutil.rmtree(written)
         source = _of_size(self._source, size, self._folder / "part")
         flushed = (
@@ -168,16 +168,12 @@ class Benchmark:
         self.results.setdefault((name, state), Measured()).run(command, self._environment)
 
 
-def _bytes_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def _of_size(source: Path, size: int, part: Path) -> Path:
     """Return a folder of about `size` bytes: the source if it is not much larger, or a new one with its first bytes."""
-    if size > 0.9 * _bytes_of(source):
+    if size > 0.9 * bytes_of(source):
         return source
     part.mkdir()
-    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+    for path in files_of(source):
         with path.open("rb") as file, (part / path.name).open("wb") as copy:
             while block := file.read(min(1 << 24, size)):
                 size -= copy.write(block)

@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from memory import files_of, fresh  # memory.py in this folder
+
 _BLOCK = 4 << 20
-_HUGE = 2 << 20
 _PROBE = 1 << 30
 
 
 def read(*folders: str) -> None:
     """Read all files of some folders with two threads."""
-    files = [path for folder in folders for path in _files(Path(folder))]
+    files = [path for folder in folders for path in files_of(Path(folder))]
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files]
     sizes = [path.stat().st_size for path in files]
 
@@ -29,7 +30,7 @@ def read(*folders: str) -> None:
 
 def copy(source: str, destination: str) -> None:
     """Copy all files of a folder into a new one with two threads, and flush them."""
-    files = _files(Path(source))
+    files = files_of(Path(source))
     sizes = [path.stat().st_size for path in files]
     Path(destination).mkdir()
     copies = [Path(destination) / str(number) for number in range(len(files))]
@@ -73,10 +74,6 @@ def machine(folder: Path) -> str:
     return f"{os.cpu_count()} processors ({model}), {memory} GiB, Linux {platform.release()}; direct I/O: {rates}"
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _each_block(sizes: list[int], call: Callable[[int, int, memoryview], None]) -> None:
     """Call a function with each block of files of these sizes, from two threads with memory of their own."""
     blocks: Iterator[tuple[int, int]] = (
@@ -102,6 +99,6 @@ def _each_block(sizes: list[int], call: Callable[[int, int, memoryview], None]) 
 
 def _huge() -> memoryview:
     """Return a block in huge pages, of which the disk takes more at once."""
-    memory = mmap.mmap(-1, _BLOCK + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = fresh(_BLOCK)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:_BLOCK]

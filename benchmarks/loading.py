@@ -46,7 +46,7 @@ import megatron_on_devices  # noqa: E402 - the path is set above
 import torch  # noqa: E402
 from command_line import parser_of  # noqa: E402 - command_line.py in this folder
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402
-from memory import forget, fresh, remember, touch  # noqa: E402 - memory.py in this folder
+from memory import bytes_of, forget, fresh, remember, touch  # noqa: E402 - memory.py in this folder
 
 from mcore_ckpt_ext.selftest.machine import device_name, versions  # noqa: E402
 
@@ -112,7 +112,7 @@ def job(
         more=[*size, "--exit-interval", "1", *(saves or [])],
     )  # fmt: skip
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts"), str(PLUGIN.parent)])
-    share = str(int(TOUCHED * folder_bytes(run_folder) / ranks))
+    share = str(int(TOUCHED * bytes_of(run_folder) / ranks))
     own = {"LOADING_REPORT": str(report), "LOADING_BYTES": share, "PYTHONPATH": paths}
     environment = {**way.environment, **own}
     plugins = [PLUGIN] if saves is None else []
@@ -133,11 +133,6 @@ def job(
     if result.returncode or (saves is None and len(found) != ranks):
         raise SystemExit(result.output[-4000:])
     return found
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the size of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def bound(folder: Path, counts: list[float], cold: bool) -> tuple[float, float]:
@@ -220,7 +215,7 @@ def main() -> None:
             more = FULLY_RESHARDABLE if name == "twin" else []
             stages, device = (options.ranks, options.device) if name == "saved on devices" else (4, CPU)
             job(options, Way(name, 1, stages, {"MCORE_CKPT_EXT": "0"}), f"saving {name}", saves=more, device=device)
-        print(f"{name}: {folder_bytes(options.folder / name) / 1e9:.2f} GB", flush=True)
+        print(f"{name}: {bytes_of(options.folder / name) / 1e9:.2f} GB", flush=True)
     for number in range(options.runs):
         for name, way in ways.items():
             ranks = job(options, way, f"{name}-{number}")

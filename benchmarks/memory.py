@@ -29,7 +29,7 @@ def fresh(count: int) -> mmap.mmap:
 def remember(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Read the files of a folder into the page cache; this process reads one of several parts."""
     block = memoryview(bytearray(_BLOCK))
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in files_of(folder):
         descriptor, size = os.open(path, os.O_RDONLY), path.stat().st_size
         for start in range(part * _BLOCK, size, parts * _BLOCK):
             os.preadv(descriptor, [block], start)
@@ -38,9 +38,18 @@ def remember(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 def forget(folder: Path) -> None:
     """Evict the files of a folder from the page cache, without privileges; the disk's own cache may keep them."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # data that is not on disk cannot be evicted
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+    for path in files_of(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)  # data that is not on disk cannot be evicted
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return all files below a folder, in the order of their paths."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def bytes_of(folder: Path) -> int:
+    """Return the size of all files below a folder."""
+    return sum(path.stat().st_size for path in files_of(folder))

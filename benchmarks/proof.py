@@ -22,6 +22,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from command_line import parser_of  # noqa: E402 - command_line.py in this folder
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
+from memory import bytes_of  # noqa: E402
 
 PLUGIN = Path(__file__).with_name("proof_rank.py")
 GOAL = 0.02
@@ -52,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.folder / "checkpoints").exists():
         run(options, options.pipeline, "saved", loads=False)
-    size = sum(path.stat().st_size for path in (options.folder / "checkpoints").rglob("*") if path.is_file())
+    size = bytes_of(options.folder / "checkpoints")
     print(f"checkpoint of {size / 1e9:.2f} GB", flush=True)
     for pipeline, who in ((options.pipeline, "stock"), (options.pipeline // 2, "the package")):
         loads, shares, busy = [], [], []

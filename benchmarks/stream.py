@@ -8,7 +8,7 @@ import resource
 import time
 from pathlib import Path
 
-from memory import remember  # memory.py in this folder
+from memory import files_of, remember  # memory.py in this folder
 
 _AT_ONCE = 1 << 30
 
@@ -18,7 +18,7 @@ def readied(source: str, scratch: str) -> None:
     remember(Path(source))
     data = bytes(1 << 20)
     with Path(scratch).open("wb") as file:
-        for _ in range(3 * sum(path.stat().st_size for path in _files(Path(source))) // 2 >> 20):
+        for _ in range(3 * sum(path.stat().st_size for path in files_of(Path(source))) // 2 >> 20):
             file.write(data)
     Path(scratch).unlink()
 
@@ -36,11 +36,7 @@ def main(source: str, destination: str) -> None:
 def copy(source: str, destination: str) -> int:
     """Copy all files of a folder into a new one, flush them, and return the number of bytes."""
     Path(destination).mkdir()
-    return sum(_copied(path, Path(destination) / str(number)) for number, path in enumerate(_files(Path(source))))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sum(_copied(path, Path(destination) / str(number)) for number, path in enumerate(files_of(Path(source))))
 
 
 def _copied(source: Path, destination: Path) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import deepseek
 import torch
 from command_line import parser_of
+from memory import bytes_of
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -122,7 +123,7 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
     with Folder.at(iteration) as content:
         writer = RecordWriter(content, _noise_filler(), workers=2)
         writer.write(list(enumerate(records)), lambda number, crc: None, lambda count: None)
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return bytes_of(folder)
 
 
 def make_empty(
