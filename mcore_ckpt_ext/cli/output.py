@@ -66,7 +66,7 @@ def message(text: str | Painted) -> None:
 
 _MOST_OF_MESSAGE = 400
 _MOST_OF_DETAIL = 240
-"""The number of characters above which a message is summarize, and to which its longest details are shortened."""
+"""The number of characters above which a message is summarized, and to which its longest details are shortened."""
 _ITEM_ENDS = ("; ", ", ", " ")
 
 
@@ -108,7 +108,7 @@ def heading(text: str) -> None:
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
     """Write rows as indented columns; the columns with an index in `right` are right-aligned.
 
-    On a terminal the table fits its width: the widest columns are wrap_lines.
+    On a terminal the table fits its width: the widest columns are wrapped.
     """
     all_rows: list[Sequence[object]] = [*([[Painted(text, SOFT) for text in header]] if header else []), *rows]
     texts = [[escape(str(cell)) for cell in row] for row in all_rows]

@@ -11,8 +11,7 @@ from mcore_ckpt_ext.formats.adapter_only import check_names
 from mcore_ckpt_ext.formats.adapter_order import about_order
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, companion_notes
 from mcore_ckpt_ext.formats.target import Target, installed_version, version_number
-from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_name
 
@@ -66,9 +65,7 @@ def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> Out
     output = with_notes(
         output, [*checkpoint.format.notices(checkpoint), *about_order(checkpoint)], _version_notes(target)
     )
-    return OutputPlan(
-        _below(_with_companions(output, checkpoint), folder), folder, (WEIGHT, *checkpoint.optimizer.carried_kinds())
-    )
+    return OutputPlan(_below(_with_companions(output, checkpoint), folder), folder, carried_kinds(checkpoint))
 
 
 def with_notes(output: Output, notes: Sequence[str], before: Sequence[str] = ()) -> Output:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 from mcore_ckpt_ext.errors import UnknownNameError
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle, handle_of
-from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, WholeModel
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, WholeModel
 from mcore_ckpt_ext.formats.traits import FormatTraits
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.tensors import KINDS, PARAM_REMAINDER, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, derivation_of
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice, derivation_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class CheckpointView:
             where=str(self.files.folder),
         )
 
-    def _source(self, kind: str) -> Source:
+    def _source(self, kind: str) -> Weights | OptimizerState:
         return self.model.weights() if kind == WEIGHT else self.optimizer.state()
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
@@ -118,8 +119,7 @@ class CheckpointView:
 
     def copies(self, kind: str, name: str) -> Copies:
         """Return the parts of a tensor, the copies of each part, and the slices that hold each copy."""
-        source = self.model.weights() if kind == WEIGHT else self.optimizer.state()
-        return source.copies(kind, name)
+        return self._source(kind).copies(kind, name)
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """Return the derivation of a tensor; None if it is stored."""
@@ -136,3 +136,8 @@ class CheckpointView:
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.format.name}, iteration {self.job.iteration()}, {self.files.folder}>"
+
+
+def carried_kinds(checkpoint: CheckpointView) -> tuple[str, ...]:
+    """Return the kinds from which all others can be derived."""
+    return (WEIGHT, *checkpoint.optimizer.carried_kinds())

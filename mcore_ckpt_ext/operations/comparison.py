@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.formats.accounts import Account, account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
 from mcore_ckpt_ext.formats.views import with_names_of
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.lazy_torch import torch
@@ -179,7 +179,7 @@ def _differing_copies(side: _Side, kinds: Sequence[str], team: Communicator) -> 
 
 def _account(side: _Side, chosen: Sequence[str], kinds: Sequence[str] | None) -> Account:
     """Return what was compared of one checkpoint; derived kinds are compared with their sources."""
-    left = {WEIGHT, *side.checkpoint.optimizer.carried_kinds()} - {*chosen}
+    left = {*carried_kinds(side.checkpoint)} - {*chosen}
     why = "of another kind than those to compare" if kinds is not None else "the other side has none"
     return account_of(side.checkpoint, leaves_out=left.__contains__, why=why)
 
@@ -192,9 +192,7 @@ def _is_missed(item: UnreadState, counted: Sequence[str]) -> bool:
 
 def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
     """Return True if a kind is compared by default: not if one side has it only to derive another kind."""
-    return all(kind in side.kinds for side in sides) or any(
-        kind in (WEIGHT, *side.checkpoint.optimizer.carried_kinds()) for side in sides
-    )
+    return all(kind in side.kinds for side in sides) or any(kind in carried_kinds(side.checkpoint) for side in sides)
 
 
 def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Where | None) -> tuple[_Side, _Side]:

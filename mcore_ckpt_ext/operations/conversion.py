@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.unread_state import UnreadState
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.weight_shards import check_no_sharded_gates
@@ -296,7 +296,7 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
 
 def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
     """Return a note if ranks hold different copies of one tensor; each process compares its share."""
-    kinds = (WEIGHT, *checkpoint.optimizer.carried_kinds()) if with_optimizer else (WEIGHT,)
+    kinds = carried_kinds(checkpoint) if with_optimizer else (WEIGHT,)
     copies = run_on_all(team, lambda: differing_copies(checkpoint, kinds, (team.rank, team.size)))
     count = total(team, len(copies))
     return [differing_copies_note(copies, count)] if count else []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.unread_state import OTHER, optimizer_kind
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.completeness import check_index
 from mcore_ckpt_ext.operations.coverage import check_arrays, check_groups, check_kind, check_state, check_stored_once
@@ -36,7 +36,7 @@ def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incompl
     once(map(portable_group, groups))
     yield from check_settings(checkpoint, groups)
     yield from check_group_of_each(checkpoint, groups)
-    yield from check_stored_once(checkpoint, (WEIGHT, *checkpoint.optimizer.carried_kinds()))
+    yield from check_stored_once(checkpoint, carried_kinds(checkpoint))
     if incomplete:
         return
     of_state = [*check_state(checkpoint)]

@@ -20,9 +20,9 @@ from mcore_ckpt_ext.formats.canonical.reader import (
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
 from mcore_ckpt_ext.formats.portable_state import known_arguments
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice, named_tensor
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record, WriteItem
 from mcore_ckpt_ext.storage.json_text import json_file
@@ -35,14 +35,14 @@ FILE_BYTES = 4 << 30
 def lay_out(checkpoint: CheckpointView, target: Canonical, family: Family | None) -> OutputPlan:
     """Lay out a folder."""
     notices = [*checkpoint.format.notices(checkpoint), *about_order(checkpoint)]
-    return OutputPlan(with_notes(_output(checkpoint), notices), "", (WEIGHT, *checkpoint.optimizer.carried_kinds()))
+    return OutputPlan(with_notes(_output(checkpoint), notices), "", carried_kinds(checkpoint))
 
 
 def _output(checkpoint: CheckpointView) -> Output:
     """Plan all files, and the location of each tensor."""
     batches: list[list[tuple[str, LogicalTensor]]] = [[]]
     size = 0
-    for kind in (WEIGHT, *checkpoint.optimizer.carried_kinds()):
+    for kind in carried_kinds(checkpoint):
         for name in checkpoint.names(kind):
             tensor = named_tensor(checkpoint, kind, name)
             nbytes = prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
