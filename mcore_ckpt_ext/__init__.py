@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.inspection_result import BufferMap, Inspection, StoredFile, StoredTensor
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout, plan
     from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
+    from mcore_ckpt_ext.operations.options import (
+        ComparisonOptions,
+        ConversionOptions,
+        PlanOptions,
+        VerificationOptions,
+    )
     from mcore_ckpt_ext.operations.pipeline_map import Stage
     from mcore_ckpt_ext.operations.resumed_settings import Setting
     from mcore_ckpt_ext.operations.verification import verify
@@ -62,6 +68,8 @@ __all__ = [
     "CheckpointError",
     "ChosenLayout",
     "Comparison",
+    "ComparisonOptions",
+    "ConversionOptions",
     "DestinationError",
     "DifferenceMap",
     "Evidence",
@@ -79,6 +87,7 @@ __all__ = [
     "PackingError",
     "PaddingRows",
     "ParallelLayout",
+    "PlanOptions",
     "PlannedLayout",
     "ProofError",
     "Region",
@@ -102,6 +111,7 @@ __all__ = [
     "UnsupportedCheckpointError",
     "UsageError",
     "Verification",
+    "VerificationOptions",
     "Writer",
     "__version__",
     "choose_layout",
@@ -126,6 +136,10 @@ _MODULES = {
     "CheckpointError": "mcore_ckpt_ext.errors",
     "ChosenLayout": "mcore_ckpt_ext.operations.elastic_layout",
     "Comparison": "mcore_ckpt_ext.operations.comparison_result",
+    "ComparisonOptions": "mcore_ckpt_ext.operations.options",
+    "ConversionOptions": "mcore_ckpt_ext.operations.options",
+    "PlanOptions": "mcore_ckpt_ext.operations.options",
+    "VerificationOptions": "mcore_ckpt_ext.operations.options",
     "DestinationError": "mcore_ckpt_ext.errors",
     "DifferenceMap": "mcore_ckpt_ext.operations.difference_map",
     "Evidence": "mcore_ckpt_ext.operations.versions",

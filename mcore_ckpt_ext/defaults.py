@@ -5,7 +5,7 @@ This module imports nothing, so that help and usage errors need no torch.
 
 from __future__ import annotations
 
-SCHEMAS = {"inspect": 8, "convert": 2, "verify": 4, "diff": 5, "plan": 4, "doctor": 1, "selftest": 1}
+SCHEMAS = {"inspect": 8, "convert": 3, "verify": 5, "diff": 6, "plan": 5, "doctor": 1, "selftest": 1}
 """Version of the `--json` output of each command; raised with every change."""
 DEFAULT_WORKERS = 4
 """Number of threads that read, compare or write."""

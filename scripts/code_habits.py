@@ -33,8 +33,8 @@ LIMITS = {
     "functions named by a preposition": 20,
     "tuple assignments of unrelated values": 44,
     "lines exempt from the formatter": 45,
-    "functions with more than seven parameters": 13,
-    "functions of more than sixty lines": 6,
+    "functions with more than seven parameters": 7,
+    "functions of more than sixty lines": 0,
     "files of more than 350 lines": 0,
     "numbers before a plural without errors.counted": 35,
 }

@@ -26,6 +26,8 @@ PUBLIC = {
     "save_sidecar", "status", "uninstall", "verify",
     # what a conversion can write, and what a user knows of its source
     "Canonical", "Facts", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist",
+    # the options of what it does
+    "ComparisonOptions", "ConversionOptions", "PlanOptions", "VerificationOptions",
     # what the results are made of
     "BufferMap", "Check", "Checkpoint", "ChosenLayout", "Comparison", "DifferenceMap", "Evidence", "Finding",
     "Inspection", "KindComparison", "LayoutPlan", "Memory", "MetadataComparison", "PaddingRows", "ParallelLayout",

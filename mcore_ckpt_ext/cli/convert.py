@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import override
 
 from mcore_ckpt_ext.cli.assignments import ARGUMENT_HELP
-from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import unread_rows
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
+from mcore_ckpt_ext.cli.options import add_facts, add_weights, options_of
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message, summarize
 from mcore_ckpt_ext.cli.progress import progress_of
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
@@ -108,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list-families", action=_ListFamilies, help="print the Hugging Face model families, and exit")
     parser.add_argument(
         "--accept-key",
+        dest="accept_keys",
         action="append",
         default=[],
         metavar="NAME",
@@ -204,26 +205,10 @@ def _flags_of(targets: tuple[str, ...]) -> str:
 
 def _convert(arguments: argparse.Namespace, target: Target, team: Communicator) -> Report:
     from mcore_ckpt_ext.operations.conversion import convert
+    from mcore_ckpt_ext.operations.options import ConversionOptions
 
-    return convert(
-        arguments.source,
-        arguments.destination,
-        target,
-        family=arguments.family,
-        accept_keys=arguments.accept_key,
-        workers=arguments.workers,
-        memory_limit=arguments.memory_limit,
-        force=arguments.force,
-        resume=arguments.resume,
-        dry_run=arguments.dry_run,
-        accept_lost=arguments.accept_lost,
-        drop=arguments.drop,
-        facts=facts_of(arguments),
-        weights=arguments.weights,
-        merge=arguments.merge,
-        progress=progress_of(team),
-        team=team,
-    )
+    options = options_of(ConversionOptions, arguments)
+    return convert(arguments.source, arguments.destination, target, options, progress=progress_of(team), team=team)
 
 
 def _dry_run_lines(report: Report) -> Iterator[str]:

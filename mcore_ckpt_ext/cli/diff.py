@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import unread_rows
 from mcore_ckpt_ext.cli.join import add_join
+from mcore_ckpt_ext.cli.options import add_facts, add_weights, options_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_page_file, comparison_page
 from mcore_ckpt_ext.cli.progress import progress_of
@@ -52,23 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, and report the differences."""
     from mcore_ckpt_ext.cli.processes import command_team
     from mcore_ckpt_ext.operations.comparison import compare
+    from mcore_ckpt_ext.operations.options import ComparisonOptions
 
     if arguments.html is not None:
         check_page_file(arguments.html)
     with command_team(join=arguments.join) as team:
-        comparison = compare(
-            arguments.a,
-            arguments.b,
-            kinds=arguments.kinds,
-            family=arguments.family,
-            facts=facts_of(arguments),
-            weights=arguments.weights,
-            workers=arguments.workers,
-            progress=progress_of(team),
-            pictures=arguments.html is not None,
-            tensors_only=arguments.tensors_only,
-            team=team,
-        )
+        options = options_of(ComparisonOptions, arguments, pictures=arguments.html is not None)
+        comparison = compare(arguments.a, arguments.b, options, progress=progress_of(team), team=team)
         exit_code = 0 if comparison.equal else 1
         if team.rank == 0:
             show = partial(_show, most=None if arguments.all else _SHOWN)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import group_by, strip_numbers, unread_rows
+from mcore_ckpt_ext.cli.options import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_page_file, inspection_page
 from mcore_ckpt_ext.cli.report import report

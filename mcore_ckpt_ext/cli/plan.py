@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.assignments import ARGUMENT_HELP
-from mcore_ckpt_ext.cli.facts import add_facts, facts_of
+from mcore_ckpt_ext.cli.options import add_facts, options_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_page_file, plan_page
 from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal, show_flags, show_sentences
@@ -84,21 +84,17 @@ def run(arguments: argparse.Namespace) -> int:
         return run_rehearsal(arguments)
     from mcore_ckpt_ext.job.assignments import parse_assignments
     from mcore_ckpt_ext.operations.layout_plan import plan
+    from mcore_ckpt_ext.operations.options import PlanOptions
 
-    layout_plan = plan(
-        arguments.path,
-        arguments.gpus,
-        gpus_per_node=arguments.gpus_per_node,
-        gpu_memory=arguments.gpu_memory,
-        megatron_version=arguments.megatron_version,
+    options = options_of(
+        PlanOptions,
+        arguments,
         pins=parse_sizes(" ".join(arguments.pin)),
         recomputation=arguments.recompute,
-        read_rate=arguments.read_rate,
-        most=None if arguments.all else 10,
-        facts=facts_of(arguments),
+        most=None if arguments.all else PlanOptions.most,
         arguments=parse_assignments(arguments.argument),
-        data_samples=arguments.data_samples,
     )
+    layout_plan = plan(arguments.path, arguments.gpus, options)
     return report(arguments, "plan", layout_plan, page=plan_page, show=_show, exit_code=0 if layout_plan.fits else 1)
 
 

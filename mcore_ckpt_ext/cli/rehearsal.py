@@ -65,21 +65,19 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
 def run_rehearsal(arguments: argparse.Namespace) -> int:
     """Rehearse a resume, and return 1 if it would be refused."""
     from mcore_ckpt_ext.cli.processes import command_team
+    from mcore_ckpt_ext.operations.options import RehearsalOptions
     from mcore_ckpt_ext.rehearsal.rehearse import rehearse
     from mcore_ckpt_ext.rehearsal.target import sizes_in
 
     sizes = sizes_in(" ".join(arguments.rehearse))
+    options = RehearsalOptions(
+        megatron_version=arguments.megatron_version,
+        full=arguments.full,
+        arguments=parse_assignments(arguments.argument),
+        changes=parse_assignments(arguments.change),
+    )
     with command_team(join=arguments.join) as team:
-        rehearsal = rehearse(
-            arguments.path,
-            arguments.gpus,
-            sizes,
-            megatron_version=arguments.megatron_version,
-            full=arguments.full,
-            arguments=parse_assignments(arguments.argument),
-            changes=parse_assignments(arguments.change),
-            team=team,
-        )
+        rehearsal = rehearse(arguments.path, arguments.gpus, sizes, options, team=team)
         exit_code = 0 if rehearsal.will_succeed else 1
         if team.rank == 0:
             report(arguments, "plan", rehearsal, page=rehearsal_page, show=_show, exit_code=exit_code)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import group_by, strip_numbers
 from mcore_ckpt_ext.cli.join import add_join
+from mcore_ckpt_ext.cli.options import add_facts, add_weights, options_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_page_file, verification_page
 from mcore_ckpt_ext.cli.progress import progress_of
@@ -78,20 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace, team: Communicator) -> Verification:
+    from mcore_ckpt_ext.operations.options import VerificationOptions
     from mcore_ckpt_ext.operations.verification import verify
 
-    return verify(
-        arguments.path,
-        quick=arguments.quick,
-        workers=arguments.workers,
-        progress=progress_of(team),
-        facts=facts_of(arguments),
-        weights=arguments.weights,
-        record=arguments.record,
-        against=arguments.against,
-        tensors_only=arguments.tensors_only,
-        team=team,
-    )
+    options = options_of(VerificationOptions, arguments)
+    return verify(arguments.path, options, progress=progress_of(team), team=team)
 
 
 def _measured(arguments: argparse.Namespace, team: Communicator) -> Verification:

@@ -79,33 +79,44 @@ def open_checkpoint(
         folder = iteration_folder(as_path(path))
         stored = index if index is not None and index.is_of(folder) else FolderIndex(folder)
         options = OpenOptions(order_sources, family, transformer_impl, facts, index=stored)
-        checkpoint_format = format_of(folder, stored)
-        if weights is not None and checkpoint_format is not None and checkpoint_format.is_adapter_folder:
-            return checkpoint_format.open(folder, replace(options, model=open_checkpoint(weights, family=family))).view
-        if weights is not None:
-            source = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
-            try:
-                return _with_weights(stored, source, order_sources, facts)
-            except ProofError:
-                # The optimizer may use the parameter names of the other layer spec.
-                other = source.format.reader.other_layer_spec
-                if other is None:
-                    raise
-                source = open_checkpoint(weights, family=family, transformer_impl=other)
-                return _with_weights(stored, source, order_sources, facts)
-        if not stored.is_checked:
-            check_digests(folder)
-            stored.is_checked = True
-        if checkpoint_format is None:
-            raise _unknown(folder)
-        if facts != NOTHING and not checkpoint_format.takes_facts:
-            refuse_facts(facts, folder)
-        if options != OpenOptions(index=stored):
-            return checkpoint_format.open(folder, options).view
-        if stored.checkpoint is None:
-            stored.checkpoint = checkpoint_format.open(folder, options).view
-        opened: CheckpointView = stored.checkpoint
-        return opened
+        return _opened(stored, options) if weights is None else _opened_with_weights(stored, options, weights)
+
+
+def _opened(stored: FolderIndex, options: OpenOptions) -> CheckpointView:
+    """Open a checkpoint without external weights, once for each index if there are no options."""
+    folder = stored.folder
+    checkpoint_format = format_of(folder, stored)
+    if not stored.is_checked:
+        check_digests(folder)
+        stored.is_checked = True
+    if checkpoint_format is None:
+        raise _unknown(folder)
+    if options.facts != NOTHING and not checkpoint_format.takes_facts:
+        refuse_facts(options.facts, folder)
+    if options != OpenOptions(index=stored):
+        return checkpoint_format.open(folder, options).view
+    if stored.checkpoint is None:
+        stored.checkpoint = checkpoint_format.open(folder, options).view
+    opened: CheckpointView = stored.checkpoint
+    return opened
+
+
+def _opened_with_weights(stored: FolderIndex, options: OpenOptions, weights: str | os.PathLike[str]) -> CheckpointView:
+    """Open an optimizer with the weights at a path, or adapters with their model."""
+    checkpoint_format = format_of(stored.folder, stored)
+    if checkpoint_format is not None and checkpoint_format.is_adapter_folder:
+        model = open_checkpoint(weights, family=options.family)
+        return checkpoint_format.open(stored.folder, replace(options, model=model)).view
+    source = open_checkpoint(weights, family=options.family, transformer_impl=options.transformer_impl)
+    try:
+        return _with_weights(stored, source, options.order_sources, options.facts)
+    except ProofError:
+        # The optimizer may use the parameter names of the other layer spec.
+        other = source.format.reader.other_layer_spec
+        if other is None:
+            raise
+        source = open_checkpoint(weights, family=options.family, transformer_impl=other)
+        return _with_weights(stored, source, options.order_sources, options.facts)
 
 
 def _with_weights(

@@ -15,6 +15,14 @@ class Facts:
     They are used for a checkpoint without Megatron's arguments. The index of the checkpoint has precedence over them,
     and they have precedence over files next to the checkpoint.
 
+    Attributes:
+        tensor_model_parallel_size: the number of ranks that share each layer.
+        pipeline_model_parallel_size: the number of pipeline stages.
+        virtual_pipeline_model_parallel_size: the number of model chunks of each pipeline rank.
+        expert_model_parallel_size: the number of ranks among which experts are divided.
+        expert_tensor_parallel_size: the number of ranks that share each expert.
+        context_parallel_size: the number of ranks that share each sequence.
+
     Example:
         >>> str(open_checkpoint("run", facts=Facts(tensor_model_parallel_size=2)).job.layout)
         'TP2 x PP2 x DP2'

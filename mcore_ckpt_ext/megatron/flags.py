@@ -18,11 +18,11 @@ from __future__ import annotations
 import inspect
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.job.releases import NEEDS_PERSISTENT_WORKER
@@ -51,6 +51,7 @@ from mcore_ckpt_ext.settings import (
     STOCK,
     STOP,
     WARN,
+    Setting,
     invalid_settings,
 )
 from mcore_ckpt_ext.versions import parse_version
@@ -124,82 +125,76 @@ def check_settings() -> None:
         )
 
 
-def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
-    """Return the user's provider of extra arguments, extended by this package's arguments.
+# Megatron has none of these names; each sets the setting of that name.
+_FLAGS: Mapping[Setting[Any], Mapping[str, Any]] = {
+    ON_SAVE_FAILURE: {
+        "choices": [CONTINUE, STOP],
+        "help": "Whether training goes on when a checkpoint cannot be saved "
+        f"(default: {ON_SAVE_FAILURE.name}, or {ON_SAVE_FAILURE.default}).",
+    },
+    FALLBACK: {
+        "action": "store_true",
+        "default": None,
+        "help": "Resume from the newest complete checkpoint where the newest one is incomplete or damaged "
+        f"(also {FALLBACK.name}=1).",
+    },
+    DATA_ORDER: {
+        "choices": [WARN, REQUIRED],
+        "help": "What to do if the data does not go on where the checkpoint's job stopped, in the same order, or that "
+        f"is unknown: log a line, or refuse to resume (default: {DATA_ORDER.name}, or {DATA_ORDER.default}).",
+    },
+    RANDOM_STATES: {
+        "choices": [OF_ITERATION, STOCK],
+        "help": "Where random states begin if tensor or pipeline parallel size has changed: at a seed that depends on "
+        f"the iteration, or at --seed, as in Megatron (stock; default: {RANDOM_STATES.name}, or "
+        f"{RANDOM_STATES.default}).",
+    },
+    LOAD: {
+        "choices": [AUTO, STOCK, FAST],
+        "help": "Which loader reads the tensors of a torch_dist checkpoint: this package (fast), Megatron if it can "
+        f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
+    },
+    LAYOUT: {
+        "choices": [OF_FLAGS, AUTO, AUTO_BATCH],
+        "help": "If the job's flags do not fit the number of GPUs, choose a layout that keeps the training (auto), or "
+        f"one with another global batch if that uses more of them (auto-batch; default: {LAYOUT.name}, or "
+        f"{LAYOUT.default}).",
+    },
+    READ_ONCE: {
+        "action": "store_true",
+        "default": None,
+        "help": "If this package reads the tensors, read data that several ranks need on one of them, and send it to "
+        f"the others (also {READ_ONCE.name}=1).",
+    },
+    FROM_HF: {
+        "action": "store_true",
+        "default": None,
+        "help": "Refuse a job unless --load (or --pretrained-checkpoint) names a Hugging Face folder to start from; "
+        f"without this flag, a job starts from such a folder if it gets one (also {FROM_HF.name}=1).",
+    },
+    ACCEPT_KEYS: {
+        "type": ACCEPT_KEYS.parse,
+        "metavar": "NAMES",
+        "help": "Keys of the config.json of a Hugging Face folder to start from, separated by commas, that have no "
+        f"effect on what the model computes (also {ACCEPT_KEYS.name}).",
+    },
+    EXPORT_HF: {
+        "type": int,
+        "metavar": "EVERY",
+        "help": "With the checkpoint of every EVERY-th iteration, also write a Hugging Face folder in the background: "
+        f"hf/iter_... in the folder of --save (also {EXPORT_HF.name}).",
+    },
+}
 
-    Megatron has none of these names.
-    """
+
+def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
+    """Return the user's provider of extra arguments, extended by this package's arguments."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         parser = provider(parser) if provider is not None else parser
         group = parser.add_argument_group(title="mcore_ckpt_ext")
-        group.add_argument(
-            ON_SAVE_FAILURE.flag,
-            choices=[CONTINUE, STOP],
-            help="Whether training goes on when a checkpoint cannot be saved "
-            f"(default: {ON_SAVE_FAILURE.name}, or {ON_SAVE_FAILURE.default}).",
-        )
-        group.add_argument(
-            FALLBACK.flag,
-            action="store_true",
-            default=None,
-            help="Resume from the newest complete checkpoint where the newest one is incomplete or damaged "
-            f"(also {FALLBACK.name}=1).",
-        )
-        group.add_argument(
-            DATA_ORDER.flag,
-            choices=[WARN, REQUIRED],
-            help="What to do if the data does not go on where the checkpoint's job stopped, in the same order, or that "
-            f"is unknown: log a line, or refuse to resume (default: {DATA_ORDER.name}, or {DATA_ORDER.default}).",
-        )
-        group.add_argument(
-            RANDOM_STATES.flag,
-            choices=[OF_ITERATION, STOCK],
-            help="Where random states begin if tensor or pipeline parallel size has changed: at a seed that depends on "
-            f"the iteration, or at --seed, as in Megatron (stock; default: {RANDOM_STATES.name}, or "
-            f"{RANDOM_STATES.default}).",
-        )
-        group.add_argument(
-            LOAD.flag,
-            choices=[AUTO, STOCK, FAST],
-            help="Which loader reads the tensors of a torch_dist checkpoint: this package (fast), Megatron if it can "
-            f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
-        )
-        group.add_argument(
-            LAYOUT.flag,
-            choices=[OF_FLAGS, AUTO, AUTO_BATCH],
-            help="If the job's flags do not fit the number of GPUs, choose a layout that keeps the training (auto), or "
-            f"one with another global batch if that uses more of them (auto-batch; default: {LAYOUT.name}, or "
-            f"{LAYOUT.default}).",
-        )
-        group.add_argument(
-            READ_ONCE.flag,
-            action="store_true",
-            default=None,
-            help="If this package reads the tensors, read data that several ranks need on one of them, and send it to "
-            f"the others (also {READ_ONCE.name}=1).",
-        )
-        group.add_argument(
-            FROM_HF.flag,
-            action="store_true",
-            default=None,
-            help="Refuse a job unless --load (or --pretrained-checkpoint) names a Hugging Face folder to start from; "
-            f"without this flag, a job starts from such a folder if it gets one (also {FROM_HF.name}=1).",
-        )
-        group.add_argument(
-            ACCEPT_KEYS.flag,
-            type=ACCEPT_KEYS.parse,
-            metavar="NAMES",
-            help="Keys of the config.json of a Hugging Face folder to start from, separated by commas, that have no "
-            f"effect on what the model computes (also {ACCEPT_KEYS.name}).",
-        )
-        group.add_argument(
-            EXPORT_HF.flag,
-            type=int,
-            metavar="EVERY",
-            help="With the checkpoint of every EVERY-th iteration, also write a Hugging Face folder in the background: "
-            f"hf/iter_... in the folder of --save (also {EXPORT_HF.name}).",
-        )
+        for setting, properties in _FLAGS.items():
+            group.add_argument(setting.flag, **properties)
         return parser
 
     return provide

@@ -9,6 +9,7 @@ from typing import Literal
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.operations.findings import COVERED, IDS, OF_CONTENT, OPTIONAL, Severity, Verification
+from mcore_ckpt_ext.operations.options import VerificationOptions
 
 Status = Literal["passed", "failed", "skipped", "not applicable"]
 SCHEMA = SCHEMAS["verify"]
@@ -63,6 +64,7 @@ class VerificationResult:
         problems: the problems, in the order of the checks.
         recorded: the manifest that was written; None if none was.
         account: what was done with each stored key; None if they cannot be listed.
+        options: the options of the verification.
     """
 
     schema: int
@@ -74,6 +76,7 @@ class VerificationResult:
     problems: tuple[Problem, ...]
     recorded: str | None
     account: Account | None
+    options: VerificationOptions
 
 
 def verification_result(verification: Verification) -> VerificationResult:
@@ -92,6 +95,7 @@ def verification_result(verification: Verification) -> VerificationResult:
         tuple(problems),
         verification.recorded,
         verification.account,
+        verification.options,
     )
 
 

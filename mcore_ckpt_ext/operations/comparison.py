@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator
-from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import (
     ContentError,
     UnsupportedCheckpointError,
@@ -21,7 +19,6 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
 from mcore_ckpt_ext.formats.views import with_names_of
-from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -37,6 +34,7 @@ from mcore_ckpt_ext.operations.content import index_of
 from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
 from mcore_ckpt_ext.operations.difference_map import DifferenceCounts, MapBuilder
 from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison, compare_metadata
+from mcore_ckpt_ext.operations.options import ComparisonOptions, Location
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, cached, strip_shifts
 from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
@@ -46,22 +44,15 @@ from mcore_ckpt_ext.operations.workers import Workers, map_shares
 from mcore_ckpt_ext.planning.array_location import ReorderedMatrix
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
-_Where = str | os.PathLike[str]
-
 
 def compare(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: Location,
+    b: Location,
+    options: ComparisonOptions | None = None,
     *,
-    kinds: Sequence[str] | None = None,
-    family: str | None = None,
-    facts: Facts = NOTHING,
-    weights: str | os.PathLike[str] | None = None,
-    workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
-    pictures: bool = False,
-    tensors_only: bool = False,
     team: Communicator = ONE_PROCESS,
+    **changes: object,
 ) -> Comparison:
     """Compare two checkpoints.
 
@@ -70,19 +61,14 @@ def compare(
     Args:
         a: a path, see `open_checkpoint`.
         b: another path.
-        kinds: the kinds to compare; by default all kinds that one of the two has, or with a Hugging Face folder all
-            kinds that both have.
-        family: the family of a Hugging Face folder, see `convert`.
-        facts: facts about the jobs that wrote checkpoints without Megatron's arguments.
-        weights: the path of the weights for checkpoints that hold only an optimizer.
-        workers: the number of threads.
+        options: what is compared.
         progress: called with the bytes compared so far and the bytes to compare.
-        pictures: also show where in each tensor the differences are, and how large.
-        tensors_only: ignore settings (learning rates, decay, scheduler, counters, random states).
         team: the processes that share the tensors, each with the same arguments; all return the same.
+        **changes: single options by name, instead of or in addition to `options`: `compare(a, b, tensors_only=True)`.
 
     Raises:
         CheckpointError: a checkpoint cannot be read, or has none of the requested kinds.
+        TypeError: there is no option of that name.
 
     Example:
         >>> report = convert("run", "other", Legacy())
@@ -90,24 +76,21 @@ def compare(
         >>> found.equal, [(kind.kind, kind.compared) for kind in found.kinds]
         (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
+    options = (options or ComparisonOptions()).changed(changes)
     with reraise_as_unreadable(f"{a} or {b}"):
-        sides = _sides(a, b, family, facts, weights)
-        compared = _comparison(sides, kinds, workers, progress, pictures, team)
+        sides = _sides(a, b, options)
+        compared = _comparison(sides, options, progress, team)
         settings = settings_compared(sides[0].checkpoint, sides[1].checkpoint)
-        if tensors_only or kinds is not None or not settings:
+        if options.tensors_only or options.kinds is not None or not settings:
             return replace(compared, settings=settings)
         equal = all(setting.equal for setting in settings)
         return replace(compared, settings=settings, settings_equal=equal, equal=compared.tensors_equal and equal)
 
 
 def _comparison(
-    sides: tuple[_Side, _Side],
-    kinds: Sequence[str] | None,
-    workers: int,
-    progress: Progress,
-    pictures: bool,
-    team: Communicator,
+    sides: tuple[_Side, _Side], options: ComparisonOptions, progress: Progress, team: Communicator
 ) -> Comparison:
+    kinds = options.kinds
     common_kinds = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
     if any(side.checkpoint.format.reader.is_model_folder for side in sides):
         common_kinds = [kind for kind in common_kinds if all(kind in side.kinds for side in sides)]
@@ -125,11 +108,11 @@ def _comparison(
 
     def one(pair: tuple[str, str]) -> TensorDifference:
         try:
-            return _compare_tensor(sides, *pair, counter, pictures)
+            return _compare_tensor(sides, *pair, counter, options.pictures)
         except ContentError as problem:
             return TensorDifference(*pair, ((), ()), ("", ""), problem=str(problem))
 
-    results = Workers(team, workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))
+    results = Workers(team, options.workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))
     accounts = [_account(side, chosen, kinds) for side in sides]
     of_model = any(side.checkpoint.format.reader.is_model_folder for side in sides)
     counted = kinds or ([*chosen, OTHER] if of_model else ())
@@ -141,6 +124,7 @@ def _comparison(
         schema=SCHEMA,
         a=str(sides[0].checkpoint.files.folder),
         b=str(sides[1].checkpoint.files.folder),
+        options=options,
         equal=equal,
         tensors_equal=equal,
         settings_equal=None,
@@ -195,17 +179,17 @@ def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
     return all(kind in side.kinds for side in sides) or any(kind in carried_kinds(side.checkpoint) for side in sides)
 
 
-def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Where | None) -> tuple[_Side, _Side]:
+def _sides(a: Location, b: Location, options: ComparisonOptions) -> tuple[_Side, _Side]:
     """Open both checkpoints, a Hugging Face folder with the other's vocabulary.
 
     B has the names of A's layer spec.
     """
     of_family = None
-    if family:
+    if options.family:
         from mcore_ckpt_ext.families.recognition import family_named  # all families take 0.1 s to import
 
-        of_family = family_named(family)
-    opened = open_both((a, b), of_family, facts, weights)
+        of_family = family_named(options.family)
+    opened = open_both((a, b), of_family, options.facts, options.weights)
     rows: list[int | None] = [None, None]
     for index, path in enumerate((a, b)):
         this = opened[index]

@@ -8,6 +8,7 @@ from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.operations.difference_map import DifferenceMap
 from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
+from mcore_ckpt_ext.operations.options import ComparisonOptions
 from mcore_ckpt_ext.operations.resumed_settings import Setting
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 
@@ -101,6 +102,7 @@ class Comparison(ShortRepr):
     Attributes:
         a: the folder of one checkpoint.
         b: the folder of the other.
+        options: the options of the comparison.
         equal: tensors and settings are equal.
         tensors_equal: all tensors are equal, none was missed, and no copies differ.
         settings_equal: all settings are equal; None if they do not count, because a checkpoint has no optimizer, or the
@@ -119,6 +121,7 @@ class Comparison(ShortRepr):
     schema: int
     a: str
     b: str
+    options: ComparisonOptions
     equal: bool
     tensors_equal: bool
     settings_equal: bool | None

@@ -7,42 +7,37 @@ by block. Every master is compared with its weight on the way.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt_ext.communicator import Communicator, SingleProcess, run_on_all, total
-from mcore_ckpt_ext.continuity.energon import saves_loader_states
-from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable, shorten
+from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, run_on_all, total
+from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.unread_state import UnreadState
-from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
-from mcore_ckpt_ext.job.facts import NOTHING, Facts
-from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.weight_shards import check_no_sharded_gates
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.coverage import raise_first_contradiction
-from mcore_ckpt_ext.operations.destination import checked_destination
+from mcore_ckpt_ext.operations.destination import Destination, checked_destination
 from mcore_ckpt_ext.operations.execution import LocalExecution, RemoteExecution
+from mcore_ckpt_ext.operations.options import ConversionOptions, Location
 from mcore_ckpt_ext.operations.output_planning import lay_out
-from mcore_ckpt_ext.operations.replicas import differing_copies, differing_copies_note
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.source_checks import source_findings
+from mcore_ckpt_ext.operations.source_notes import copies_notes, source_notes
 from mcore_ckpt_ext.operations.source_state import FolderState, check_unchanged, folder_state, state_before
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.operations.unsupported_state import resolve_dropped_state
 from mcore_ckpt_ext.optimizers.digests import check_digests
-from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, differing_masters_note
 from mcore_ckpt_ext.planning.write_plan import Output
-from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
+from mcore_ckpt_ext.storage.file_digests import with_digests
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import Target, target_of
 from mcore_ckpt_ext.writing import BLOCK_BYTES
@@ -63,6 +58,7 @@ class Report(ShortRepr):
 
     Attributes:
         destination: the folder that was made.
+        options: the options of the conversion.
         files: the number of its files.
         records: the number of arrays in them.
         bytes_read: the size of the tensors that were read.
@@ -77,6 +73,7 @@ class Report(ShortRepr):
     """
 
     destination: Path
+    options: ConversionOptions
     files: int
     records: int
     bytes_read: int
@@ -96,24 +93,14 @@ class Report(ShortRepr):
 
 
 def convert(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: Location,
+    destination: Location,
     target: Target | str,
+    options: ConversionOptions | None = None,
     *,
-    family: str | None = None,
-    accept_keys: Sequence[str] = (),
-    workers: int = DEFAULT_WORKERS,
-    memory_limit: int = DEFAULT_MEMORY,
-    force: bool = False,
-    resume: bool = False,
-    dry_run: bool = False,
-    accept_lost: bool = False,
-    drop: str | Collection[str] = (),
-    facts: Facts = NOTHING,
-    weights: str | os.PathLike[str] | None = None,
-    merge: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    team: Communicator | None = None,
+    team: Communicator = ONE_PROCESS,
+    **changes: object,
 ) -> Report:
     """Convert a checkpoint, optimizer included.
 
@@ -122,27 +109,14 @@ def convert(
         destination: the run folder to make (for `HuggingFace` and `Canonical` the folder itself).
         target: the format to write: `TorchDist(...)`, `Legacy(...)`, `FsdpDtensor()`, `HuggingFace(...)` or
             `Canonical()`; or its name, such as `torch_dist`.
-        family: the model family of a Hugging Face folder, if it is not recognized: a name, or `path.py:Class`, which is
-            executed.
-        accept_keys: keys of a Hugging Face folder's `config.json` that have no effect on what the model computes.
-        workers: the number of records that are written at the same time.
-        memory_limit: the maximum number of bytes of the blocks of all workers together.
-        force: replace the destination.
-        resume: continue an interrupted conversion of the same source with the same options.
-        dry_run: only report what would be done.
-        accept_lost: convert although the source lacks elements of the optimizer; their masters are taken from the
-            weights, their moments become zero.
-        drop: kinds of optimizer state to leave out because they cannot be converted; `optimizer` leaves all of it out.
-        facts: facts about the job that wrote a source without Megatron's arguments.
-        weights: the path of the weights, if the source holds only an optimizer: a Hugging Face folder, or a checkpoint.
-        merge: the model into which the source's adapters are merged: a Hugging Face folder or a checkpoint, or the
-            source itself if it contains the model.
+        options: what is read besides the source, what is left out, and how the destination is written.
         progress: called with the bytes written so far and the bytes to write, of this process.
         team: the processes that share the work, each with the same arguments; by default only this one.
+        **changes: single options by name, instead of or in addition to `options`: `convert(..., force=True)`.
 
     Raises:
         UsageError: an option is invalid for this source.
-        TypeError: the target is no format to write.
+        TypeError: the target is no format to write, or there is no option of that name.
         CheckpointError: the source cannot be read, verified or represented, or the destination cannot be written.
             Nothing is published then.
 
@@ -154,73 +128,141 @@ def convert(
         'fully_reshardable'
     """
     begun = time.monotonic()
-    target = target_of(target)
-    drop = [drop] if isinstance(drop, str) else drop
-    team = team or SingleProcess()
-    model_family = _family_named(family) if family else None
-    states = state_before(as_path(source))
-    with accepting(accept_keys):
-        checkpoint = open_source(source, target, model_family, facts, weights, merge)
-    views = checkpoint.composition.merged_from or [checkpoint]
-    folders = [*(view.files.folder for view in views), *([as_path(weights)] if weights is not None else [])]
-    states = {folder: states[folder] if folder in states else folder_state(folder) for folder in folders}
-    with reraise_as_unreadable(checkpoint.files.folder):
-        for view in views:
-            check_no_sharded_gates(view.job.arguments(), str(view.files.folder))
-        checkpoint, account = resolve_dropped_state(checkpoint, target, drop)
-        laid_out = lay_out(checkpoint, target, model_family)
-    output = with_digests(laid_out.output, laid_out.folder)
-    inputs = [*folders, as_path(source), *([as_path(merge)] if merge is not None else []), *map(as_path, target.reads)]
-    place = checked_destination(destination, inputs, laid_out.folder)
-    reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer.format() is not None
-    with reraise_as_unreadable(checkpoint.files.folder):
-        lost = _checked_losses(checkpoint, accept_lost) if reads_optimizer else {}
-        findings = [*source_findings(checkpoint, with_optimizer=reads_optimizer, incomplete=bool(lost))]
-        raise_first_contradiction(checkpoint, (finding for finding in findings if finding.severity == "error"))
-        if reads_optimizer and not dry_run:
-            _check_digests(checkpoint, team)
-    notes = [
-        *output.notes,
-        *_left_by_offload(checkpoint),
-        *(_left_to_loader(checkpoint.job.arguments()) if laid_out.reads_optimizer else []),
-        *(f"{finding.where}: {finding.what}" for finding in findings),
-        *(note for folder in states for note in _edited(folder)),
-    ]
-    block_bytes = _block_bytes(checkpoint, output, memory_limit // workers)
-    reader = BlockReader(checkpoint, accept_lost)
-    if not dry_run:
-        with reraise_as_unreadable(checkpoint.files.folder):
-            notes += _differing_copies(checkpoint, reads_optimizer, team)
-        identity = (*_identity_of_sources(states), target, family, accept_lost, sorted(drop), facts)
-        execute = RemoteExecution if is_remote(place.path) else LocalExecution
-        execution = execute(place, _fingerprint(identity, output), team, workers, block_bytes)
-        checks = (
-            lambda: check_unchanged(states),
-            lambda: _check_readable(execution.folder, checkpoint, laid_out),
-        )
-        notes += execution.write(output, reader, checks, progress, force=force, resume=resume)
+    conversion = _laid_out(as_path(source), target_of(target), (options or ConversionOptions()).changed(changes))
+    place = checked_destination(destination, conversion.inputs(), conversion.plan.folder)
+    with reraise_as_unreadable(conversion.checkpoint.files.folder):
+        lost, notes = conversion.check_source(team)
+    output = conversion.output
+    reader = BlockReader(conversion.checkpoint, conversion.options.accept_lost)
+    if not conversion.options.dry_run:
+        notes += conversion.write(place, reader, progress, team)
+    master_check = conversion.checkpoint.job.master_check
     return Report(
         destination=place.path,
+        options=conversion.options,
         files=len(output.files),
         records=len(output.records),
         bytes_read=sum(record.nbytes for record in output.records),
         bytes_written=output.bytes_written,
-        peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
+        peak_memory=conversion.options.workers * _BLOCKS_AT_ONCE * conversion.block_bytes(),
         proven_elements=total(team, reader.proven),
         seconds=time.monotonic() - begun,
         notes=notes,
         lost=lost,
-        account=account,
-        how=checkpoint.job.master_check.relation
-        if checkpoint.job.master_check.is_approximate
-        else "round to their weights",
+        account=conversion.account,
+        how=master_check.relation if master_check.is_approximate else "round to their weights",
     )
 
 
-def _block_bytes(checkpoint: CheckpointView, output: Output, memory_of_worker: int) -> int:
-    """Return the largest size of a block, of which a worker has several at once."""
-    largest = BLOCK_BYTES if _reorders_elements(checkpoint, output) else _CACHED_BYTES
-    return max(_LEAST_BLOCK_BYTES, min(largest, memory_of_worker // _BLOCKS_AT_ONCE))
+@dataclass(frozen=True)
+class _Conversion:
+    """A conversion of which all files are laid out, and nothing is written.
+
+    Attributes:
+        source: the source's path, as the user passed it.
+        target: the format to write.
+        options: the options.
+        checkpoint: the source, without what is left out.
+        account: what is done with each of its keys.
+        plan: the files of the destination.
+        states: the state of each folder that is read, from before it was read.
+    """
+
+    source: Path
+    target: Target
+    options: ConversionOptions
+    checkpoint: CheckpointView
+    account: Account
+    plan: OutputPlan
+    states: Mapping[Path, FolderState]
+
+    @cached_property
+    def output(self) -> Output:
+        """All files with their bytes as far as they are known, the digests of the small ones among them."""
+        return with_digests(self.plan.output, self.plan.folder)
+
+    @property
+    def reads_optimizer(self) -> bool:
+        """True if the optimizer is converted, too."""
+        return self.plan.reads_optimizer and self.checkpoint.optimizer.format() is not None
+
+    def inputs(self) -> list[Path]:
+        """Return all paths that are read, none of which may be replaced."""
+        merge = [] if self.options.merge is None else [as_path(self.options.merge)]
+        return [*self.states, self.source, *merge, *map(as_path, self.target.reads)]
+
+    def check_source(self, team: Communicator) -> tuple[dict[str, int], list[str]]:
+        """Check the source, and return what it lacks and what is worth a note.
+
+        Returns:
+            The number of elements that it lacks, by parameter, and notes for a user of the destination.
+
+        Raises:
+            ProofError: elements are missing, and the user did not accept it; or the source is damaged.
+            CheckpointError: the source contradicts itself.
+        """
+        checkpoint = self.checkpoint
+        lost = _checked_losses(checkpoint, self.options.accept_lost) if self.reads_optimizer else {}
+        findings = [*source_findings(checkpoint, with_optimizer=self.reads_optimizer, incomplete=bool(lost))]
+        raise_first_contradiction(checkpoint, (finding for finding in findings if finding.severity == "error"))
+        if self.reads_optimizer and not self.options.dry_run:
+            _check_digests(checkpoint, team)
+        return lost, [
+            *self.output.notes,
+            *source_notes(checkpoint, self.states, with_optimizer=self.plan.reads_optimizer),
+            *(f"{finding.where}: {finding.what}" for finding in findings),
+        ]
+
+    def block_bytes(self) -> int:
+        """Return the largest size of a block, of which a worker has several at once."""
+        largest = BLOCK_BYTES if _reorders_elements(self.checkpoint, self.output) else _CACHED_BYTES
+        memory_of_worker = self.options.memory_limit // self.options.workers
+        return max(_LEAST_BLOCK_BYTES, min(largest, memory_of_worker // _BLOCKS_AT_ONCE))
+
+    def write(
+        self, place: Destination, reader: BlockReader, progress: Callable[[int, int], None], team: Communicator
+    ) -> list[str]:
+        """Write, verify and publish all files, and return notes for a user of the destination.
+
+        Raises:
+            CheckpointError: the source has changed, or cannot be read or verified, or the destination not be written.
+        """
+        options = self.options
+        with reraise_as_unreadable(self.checkpoint.files.folder):
+            notes = copies_notes(self.checkpoint, self.reads_optimizer, team)
+        dropped = sorted(options.dropped)
+        sources = _identity_of_sources(self.states)
+        identity = (*sources, self.target, options.family, options.accept_lost, dropped, options.facts)
+        execute = RemoteExecution if is_remote(place.path) else LocalExecution
+        execution = execute(place, _fingerprint(identity, self.output), team, options.workers, self.block_bytes())
+        checks = (
+            lambda: check_unchanged(self.states),
+            lambda: _check_readable(execution.folder, self.checkpoint, self.plan),
+        )
+        written = execution.write(self.output, reader, checks, progress, force=options.force, resume=options.resume)
+        return [*notes, *written]
+
+
+def _laid_out(source: Path, target: Target, options: ConversionOptions) -> _Conversion:
+    """Open the source, and lay out the files of the destination.
+
+    Raises:
+        CheckpointError: the source cannot be read, or not be represented in this format.
+    """
+    family = _family_named(options.family) if options.family else None
+    states = state_before(source)
+    with accepting(options.accept_keys):
+        checkpoint = open_source(source, target, family, options.facts, options.weights, options.merge)
+    views = checkpoint.composition.merged_from or [checkpoint]
+    folders = [view.files.folder for view in views]
+    if options.weights is not None:
+        folders.append(as_path(options.weights))
+    states = {folder: states[folder] if folder in states else folder_state(folder) for folder in folders}
+    with reraise_as_unreadable(checkpoint.files.folder):
+        for view in views:
+            check_no_sharded_gates(view.job.arguments(), str(view.files.folder))
+        checkpoint, account = resolve_dropped_state(checkpoint, target, options.dropped)
+        return _Conversion(source, target, options, checkpoint, account, lay_out(checkpoint, target, family), states)
 
 
 def _identity_of_sources(states: Mapping[Path, FolderState]) -> tuple[object, ...]:
@@ -229,23 +271,6 @@ def _identity_of_sources(states: Mapping[Path, FolderState]) -> tuple[object, ..
     Inodes and devices differ between machines that share the work, and after a restart.
     """
     return [*map(str, states)], [[entry[:3] for entry in state] for state in states.values()]
-
-
-def _left_to_loader(job: JobArguments) -> list[str]:
-    """Return a note if the job has saved states of a data loader, which are no part of its checkpoint."""
-    if not saves_loader_states(job):
-        return []
-    place = shorten(str(job.dataloader_save))
-    return [
-        f"the states of the data loader stay in {place}: to go on reading there, resume with --dataloader-save {place}"
-    ]
-
-
-def _edited(folder: Path) -> list[str]:
-    """Return a note for each small file of a source edited or damaged since this package wrote it."""
-    comparison = compare_digests(folder)
-    changed = comparison.changed if comparison else ()
-    return [f"{folder / file.name} has changed since it was written: {file.what}" for file in changed]
 
 
 def _reorders_elements(checkpoint: CheckpointView, output: Output) -> bool:
@@ -292,22 +317,6 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
             hint="use another iteration, or accept the loss: --accept-lost",
         )
     return lost
-
-
-def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
-    """Return a note if ranks hold different copies of one tensor; each process compares its share."""
-    kinds = carried_kinds(checkpoint) if with_optimizer else (WEIGHT,)
-    copies = run_on_all(team, lambda: differing_copies(checkpoint, kinds, (team.rank, team.size)))
-    count = total(team, len(copies))
-    return [differing_copies_note(copies, count)] if count else []
-
-
-def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
-    """Return a note if copies of the word embeddings differ in the way that CPU offload permits."""
-    if not checkpoint.optimizer.format() or not checkpoint.job.arguments().optimizer_cpu_offload:
-        return []
-    count = differing_masters(checkpoint.optimizer.state(), checkpoint.files.transfer)
-    return [differing_masters_note(count)] if count else []
 
 
 def _check_digests(checkpoint: CheckpointView, team: Communicator) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mcore_ckpt_ext.formats.accounts import Account
+from mcore_ckpt_ext.operations.options import VerificationOptions
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 
 Severity = Literal["error", "warning"]
@@ -81,7 +82,7 @@ class Verification(ShortRepr):
 
     Attributes:
         path: the checkpoint's folder.
-        quick: only metadata was checked.
+        options: the options of the verification.
         checks: the checks that were made, or were not possible.
         findings: the findings, in the order of the checks.
         recorded: the manifest that was written; None if none was.
@@ -90,12 +91,17 @@ class Verification(ShortRepr):
     """
 
     path: str
-    quick: bool
+    options: VerificationOptions
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
     recorded: str | None = None
     iteration: int | None = None
     account: Account | None = None
+
+    @property
+    def quick(self) -> bool:
+        """True if only metadata was checked."""
+        return self.options.quick
 
     @property
     def sound(self) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from mcore_ckpt_ext.continuity.data_order import data_order
 from mcore_ckpt_ext.continuity.mathematics import Difference
@@ -18,13 +16,10 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
 from mcore_ckpt_ext.job.dimensions import PINS
-from mcore_ckpt_ext.job.facts import NOTHING, Facts
-from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.fewer_gpus import with_fewer_gpus
 from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable
+from mcore_ckpt_ext.layout_choice.memory import Memory
 from mcore_ckpt_ext.layout_choice.order import bubble_fraction
 from mcore_ckpt_ext.layout_choice.search import join_virtual_stages, search
 from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
@@ -41,10 +36,10 @@ from mcore_ckpt_ext.operations.layout_flags import (
     removed_flags_of,
     with_recomputation,
 )
+from mcore_ckpt_ext.operations.options import Location, PlanOptions
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.versions import has_job, stock_resumes, writer_of
-from mcore_ckpt_ext.versions import Version
 
 SCHEMA = SCHEMAS["plan"]
 _NO_MEMORY = "unknown: pass --gpu-memory"
@@ -108,6 +103,7 @@ class LayoutPlan(ShortRepr):
 
     Attributes:
         path: the folder of the checkpoint.
+        options: the options of the plan.
         gpus: the number of GPUs for which layouts are listed.
         old_layout: the layout of the job that saved the checkpoint; empty without a job.
         megatron_version: the release that will run.
@@ -131,6 +127,7 @@ class LayoutPlan(ShortRepr):
 
     schema: int
     path: str
+    options: PlanOptions
     gpus: int
     old_layout: str
     megatron_version: str
@@ -154,39 +151,18 @@ class LayoutPlan(ShortRepr):
         return any(layout.fits is not False for layout in self.layouts)
 
 
-def plan(
-    path: str | os.PathLike[str],
-    gpus: int,
-    *,
-    gpus_per_node: int = 8,
-    gpu_memory: int | None = None,
-    megatron_version: str | None = None,
-    pins: Mapping[str, int] | None = None,
-    recomputation: str | None = None,
-    read_rate: int | None = None,
-    most: int | None = 10,
-    facts: Facts = NOTHING,
-    arguments: Mapping[str, object] | None = None,
-    data_samples: int | None = None,
-) -> LayoutPlan:
+def plan(path: Location, gpus: int, options: PlanOptions | None = None, **changes: object) -> LayoutPlan:
     """List the layouts that Megatron accepts for a checkpoint on a number of GPUs; reads only metadata.
 
     Args:
         path: a run folder (its newest iteration) or an iteration folder.
         gpus: the number of GPUs.
-        gpus_per_node: the GPUs of a node; layouts with larger tensor parallelism cross nodes, and come last.
-        gpu_memory: bytes of a GPU; by default at least the need of the old layout by the same estimate.
-        megatron_version: the release that will run; by default the installed one, else the newest known.
-        pins: fixed sizes: `{"tp": 8}`.
-        recomputation: `none`, `selective` or `full`; by default that of the job.
-        read_rate: bytes a second that all GPUs together read from the store.
-        most: how many layouts are listed, one of those that differ in virtual stages alone; None for all.
-        facts: facts about the job that wrote a checkpoint without Megatron's arguments, such as its layout.
-        arguments: arguments of the job that the checkpoint does not state, by name.
-        data_samples: the samples of the data set, to count those that a random sampler reads again or never.
+        options: the GPUs, the release that will run, and what is fixed or known of the job.
+        **changes: single options by name, instead of or in addition to `options`: `plan(path, 8, pins={"tp": 8})`.
 
     Raises:
         UsageError: a value is invalid.
+        TypeError: there is no option of that name.
         CheckpointError: the checkpoint cannot be read, or does not describe its model completely.
 
     Example:
@@ -196,53 +172,118 @@ def plan(
         >>> found.layouts[0].flags.split(" --")[0]
         '--tensor-model-parallel-size 2'
     """
-    check_gpus(gpus, gpus_per_node)
+    options = (options or PlanOptions()).changed(changes)
+    check_gpus(gpus, options.gpus_per_node)
     with reraise_as_unreadable(path):
-        checkpoint = open_checkpoint(path, facts=facts)
-        stated: Mapping[str, Any] = arguments or {}
-        job = with_derived_arguments(checkpoint, with_passed(checkpoint.job.arguments(), stated))
-        version, release_source = release_of(checkpoint, megatron_version)
-        old = ParallelLayout.from_arguments(job)
-        table = table_of(checkpoint, job)
-        buffers = buffers_of(job, table, version)
-        sizes = _sizes_of(pins or {})
-        recomputed = recomputation_of(job, recomputation)
-        request = SearchRequest(gpus, gpus_per_node, version, gpu_memory, recomputation=recomputed, pins=sizes)
-        source = "--gpu-memory"
-        trained = has_job(checkpoint, writer_of(checkpoint))
-        if gpu_memory is None and not trained:
-            source = _NO_MEMORY
-        elif gpu_memory is None:
-            request, source = _as_before(job, table, old, request, buffers)
-        running = with_recomputation(job, request.recomputation)
-        result = search(running, table, old, request, buffers)
+        return _Planning(open_checkpoint(path, facts=options.facts), gpus, options).plan()
+
+
+class _Planning:
+    """One plan: it completes the job of a checkpoint, and searches the layouts that can go on with it."""
+
+    def __init__(self, checkpoint: CheckpointView, gpus: int, options: PlanOptions) -> None:
+        self._checkpoint = checkpoint
+        self._options = options
+        self._stored = checkpoint.job.arguments()
+        self._job = with_derived_arguments(checkpoint, with_passed(self._stored, options.arguments))
+        self._version, self._version_source = release_of(checkpoint, options.megatron_version)
+        self._old = ParallelLayout.from_arguments(self._job)
+        self._table = table_of(checkpoint, self._job)
+        self._buffers = buffers_of(self._job, self._table, self._version)
+        self._request = SearchRequest(
+            gpus,
+            options.gpus_per_node,
+            self._version,
+            options.gpu_memory,
+            recomputation=recomputation_of(self._job, options.recomputation),
+            pins=_sizes_of(options.pins),
+        )
+
+    def plan(self) -> LayoutPlan:
+        """Search, and return the layouts as data."""
+        trained = has_job(self._checkpoint, writer_of(self._checkpoint))
+        request, memory_source = self._with_memory(trained)
+        running = with_recomputation(self._job, request.recomputation)
+        result = search(running, self._table, self._old, request, self._buffers)
         least = min(result.found, key=lambda candidate: candidate.memory.total, default=None)
+        most = self._options.most
         every: list[tuple[FoundLayout, list[int]]] = [(candidate, []) for candidate in result.found]
         chosen = every if most is None else join_virtual_stages(result.found)[:most]
-
-        def planned(candidate: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
-            return _planned(candidate, virtual_stages, checkpoint, job, version, read_rate, data_samples)
-
-        fewer = [] if pins else with_fewer_gpus(running, table, old, request, buffers, result.found)
+        fewer: Sequence[FoundLayout] = ()
+        if not self._options.pins:
+            fewer = with_fewer_gpus(running, self._table, self._old, request, self._buffers, result.found)
         return LayoutPlan(
             schema=SCHEMA,
-            path=str(checkpoint.files.folder),
-            gpus=gpus,
-            old_layout=str(old) if trained else "",
-            megatron_version=str(version),
-            megatron_version_source=release_source,
-            parameters=_parameters(checkpoint),
-            layouts=tuple(planned(*row) for row in chosen),
-            fewer=tuple(map(planned, fewer)),
+            path=str(self._checkpoint.files.folder),
+            options=self._options,
+            gpus=request.gpus,
+            old_layout=str(self._old) if trained else "",
+            megatron_version=str(self._version),
+            megatron_version_source=self._version_source,
+            parameters=_parameters(self._checkpoint),
+            layouts=tuple(self._planned(*row) for row in chosen),
+            fewer=tuple(map(self._planned, fewer)),
             accepted=len(result.found),
             least_memory=least.memory.total if least else None,
             least_layout=str(least.choice.layout) if least else None,
             gpu_memory=request.memory,
-            gpu_memory_source=source,
+            gpu_memory_source=memory_source,
             excluded=dict(result.excluded),
             nearest=tuple((str(exclusion.layout), exclusion.reason) for exclusion in result.nearest_first),
-            unknown=unknown_arguments(job),
-            replaced=replaced_values(checkpoint.job.arguments(), stated),
+            unknown=unknown_arguments(self._job),
+            replaced=replaced_values(self._stored, self._options.arguments),
+        )
+
+    def _with_memory(self, trained: bool) -> tuple[SearchRequest, str]:
+        """Return the request with the memory of a GPU, and where that number is from.
+
+        Without a number it is the need of the old layout, as its job has run.
+        """
+        request = self._request
+        if request.memory is not None:
+            return request, "--gpu-memory"
+        if not trained or self._old.unknown:
+            return request, _NO_MEMORY
+        recomputation = recomputation_of(self._job, None)
+        as_before = replace(request, gpus=self._old.world, pins=self._old.model_sizes(), recomputation=recomputation)
+        before = search(self._job, self._table, self._old, as_before, self._buffers).found
+        if not before:
+            return request, _NO_MEMORY
+        source = f"at least: {self._old} needs it, and its job ran"
+        return replace(request, memory=before[0].memory.total, is_least=True), source
+
+    def _planned(self, candidate: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
+        job = self._job
+        choice = candidate.choice
+        layout = choice.layout
+        running = job.replace(**arguments_of(candidate))
+        is_moved = bool(placement_changes(job, running))
+        keeps = keeps_grid(layout, self._old)
+        shares = choice.optimizer_ranks, choice.expert_optimizer_ranks
+        in_all = sum(stage.bytes_read(*shares, layout.world // layout.pipeline) for stage in candidate.holdings)
+        rate = self._options.read_rate
+        return PlannedLayout(
+            gpus=layout.world,
+            layout=str(layout),
+            sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
+            virtual_stages=tuple(virtual_stages),
+            layers_per_stage=tuple(map(sum, choice.split.layers)) if choice.split else (),
+            fits=candidate.fits,
+            memory=candidate.memory,
+            bubble=round(bubble_fraction(choice), 4),
+            micro_batch_size=choice.micro_batch,
+            global_batch_size=choice.global_batch if job.global_batch_size is not None else None,
+            read_per_rank=max(stage.bytes_read(*shares) for stage in candidate.holdings),
+            read_in_all=in_all,
+            read_once=choice.table.stored_bytes,
+            seconds=None if rate is None else round(in_all / rate, 1),
+            stock_resumes=stock_resumes(self._checkpoint, is_moved, self._version),
+            keeps_random_state=keeps,
+            data=data_order(job, running, self._options.data_samples),
+            differences=candidate.differences,
+            flags=" ".join([*flags_of(candidate), *recomputation_flags(candidate, job)]),
+            removed_flags=tuple(removed_flags_of(candidate, job)),
+            notes=tuple(notes_of(candidate, job, keeps)),
         )
 
 
@@ -263,60 +304,8 @@ def check_gpus(*numbers: int) -> None:
             raise UsageError("no job has so many GPUs", found=f"{number!r}", expected=f"1 to {MOST_RANKS:,}")
 
 
-def _as_before(
-    job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
-) -> tuple[SearchRequest, str]:
-    """Set the memory to the need of the old layout, as its job has run."""
-    request_before = replace(request, gpus=old.world, pins=old.model_sizes(), recomputation=recomputation_of(job, None))
-    before = search(job, table, old, request_before, buffers).found
-    if not before or old.unknown:
-        return request, _NO_MEMORY
-    return replace(request, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
-
-
 def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
     unknown = [name for name in pins if name not in PINS]
     if unknown:
         raise UsageError("unknown dimension", found=unknown[0][:40], expected=", ".join(PINS))
     return {PINS[name]: size for name, size in pins.items()}
-
-
-def _planned(
-    candidate: FoundLayout,
-    virtual_stages: Sequence[int],
-    checkpoint: CheckpointView,
-    job: JobArguments,
-    version: Version,
-    read_rate: int | None,
-    data_samples: int | None,
-) -> PlannedLayout:
-    choice = candidate.choice
-    layout = choice.layout
-    running = job.replace(**arguments_of(candidate))
-    is_moved = bool(placement_changes(job, running))
-    keeps = keeps_grid(layout, ParallelLayout.from_arguments(job))
-    shares = choice.optimizer_ranks, choice.expert_optimizer_ranks
-    in_all = sum(stage.bytes_read(*shares, layout.world // layout.pipeline) for stage in candidate.holdings)
-    return PlannedLayout(
-        gpus=layout.world,
-        layout=str(layout),
-        sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
-        virtual_stages=tuple(virtual_stages),
-        layers_per_stage=tuple(map(sum, choice.split.layers)) if choice.split else (),
-        fits=candidate.fits,
-        memory=candidate.memory,
-        bubble=round(bubble_fraction(choice), 4),
-        micro_batch_size=choice.micro_batch,
-        global_batch_size=choice.global_batch if job.global_batch_size is not None else None,
-        read_per_rank=max(stage.bytes_read(*shares) for stage in candidate.holdings),
-        read_in_all=in_all,
-        read_once=choice.table.stored_bytes,
-        seconds=None if read_rate is None else round(in_all / read_rate, 1),
-        stock_resumes=stock_resumes(checkpoint, is_moved, version),
-        keeps_random_state=keeps,
-        data=data_order(job, running, data_samples),
-        differences=candidate.differences,
-        flags=" ".join([*flags_of(candidate), *recomputation_flags(candidate, job)]),
-        removed_flags=tuple(removed_flags_of(candidate, job)),
-        notes=tuple(notes_of(candidate, job, keeps)),
-    )

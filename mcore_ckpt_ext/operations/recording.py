@@ -6,7 +6,6 @@ Tensors are recorded in model space: a conversion to another format or layout ch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -116,148 +115,131 @@ class Digests:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def write_manifest(path: Path, folder: Path, source: TensorSource, digests: Digests, workers: Workers) -> None:
-    """Write the manifest of a checkpoint, atomically.
+@dataclass(frozen=True)
+class Recording:
+    """The files and tensors of a checkpoint that a manifest records.
 
-    Args:
-        path: the manifest; if it lies in the checkpoint's folder, it does not list itself.
-        folder: the checkpoint's folder.
-        source: its tensors.
-        digests: digests of files and tensors that have been read already.
-        workers: the threads that share the reading; the first process writes.
-
-    Raises:
-        CheckpointError: a tensor or a file cannot be read.
-        DestinationError: the manifest cannot be written.
-    """
-    files = file_digests(folder, path, digests.files, workers)
-    manifest = Manifest(files, tuple(tensor_digests(source, digests.tensors, workers)))
-    run_on_first(workers.team, lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
-
-
-def compare_with_manifest(
-    manifest: Manifest,
-    path: Path,
-    folder: Path,
-    source: TensorSource | None,
-    digests: Digests,
-    workers: Workers,
-    results: Results,
-    *,
-    files_suffice: bool = True,
-) -> None:
-    """Compare the files of a checkpoint with a manifest, and its tensors if a file differs.
-
-    Args:
-        manifest: the recorded digests.
-        path: the manifest's path; if it lies in the folder, it is no file of the checkpoint.
+    Attributes:
         folder: the checkpoint's folder.
         source: its tensors; None if it cannot be opened.
-        digests: digests of files and tensors that have been read already.
+        digests: SHA-256 that other checks have computed; only what they lack is read.
         workers: the threads that share the reading; each process has all results.
-        results: receives findings and checks.
-        files_suffice: all tensors are in these files, so that equal files mean equal tensors.
     """
-    before = len(results.findings)
-    try:
-        folder_digests = file_digests(folder, path, digests.files, workers)
-    except UnreadableCheckpointError as problem:
-        results.findings.append(error(RECORDED_FILES, str(folder), str(problem)))
-        return
-    for name, digest in manifest.files.items():
-        if name not in folder_digests:
-            results.findings.append(error(RECORDED_FILES, str(folder / name), "missing: it is recorded", name))
-        elif folder_digests[name] != digest:
-            message = f"its SHA-256 is {folder_digests[name][:16]}..., recorded is {digest[:16]}..."
-            results.findings.append(error(RECORDED_FILES, str(folder / name), message, name))
-    for name in sorted(folder_digests.keys() - manifest.files.keys()):
-        results.findings.append(error(RECORDED_FILES, str(folder / name), "it is not recorded", name))
-    results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {counted(len(manifest.files), 'file')}"))
-    if len(results.findings) > before or not files_suffice:
-        compare_tensors_with_manifest(manifest, source, digests, workers, results)
-    elif manifest.has_tensors:
-        message = f"{counted(len(manifest.tensors), 'tensor')}, in files that are as recorded"
-        results.checks.append(Check(RECORDED_TENSORS, message))
 
+    folder: Path
+    source: TensorSource | None
+    digests: Digests
+    workers: Workers
 
-def compare_tensors_with_manifest(
-    manifest: Manifest, source: TensorSource | None, digests: Digests, workers: Workers, results: Results
-) -> None:
-    """Compare the tensors of a checkpoint with a manifest, not its files.
+    def write(self, path: Path) -> None:
+        """Write the manifest, atomically and by the first process.
 
-    For the arguments see `write_manifest`.
-    """
-    if not manifest.has_tensors or source is None:
-        message = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
-        results.checks.append(Check(RECORDED_TENSORS, message, done=False))
-        return
-    try:
-        digests_of_tensors = tensor_digests(source, digests.tensors, workers)
-    except UnreadableCheckpointError as problem:
-        results.findings.append(error(RECORDED_TENSORS, str(_folder_of(source)), str(problem)))
-        return
-    for tensor, message in differing_tensors(manifest.tensors, digests_of_tensors):
-        results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
-    results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
+        If it lies in the folder, it does not list itself.
 
+        Raises:
+            CheckpointError: a tensor or a file cannot be read.
+            DestinationError: the manifest cannot be written.
+        """
+        manifest = Manifest(self.file_digests(path), tuple(self.tensor_digests()))
+        run_on_first(self.workers.team, lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
 
-def file_digests(folder: Path, manifest: Path, computed: Mapping[str, str], workers: Workers) -> dict[str, str]:
-    """Return the SHA-256 of a folder's files, by path in the folder, without the manifest itself.
+    def compare(self, manifest: Manifest, path: Path, results: Results, *, files_suffice: bool = True) -> None:
+        """Compare the files with a manifest, and the tensors if a file differs.
 
-    Files that are not in `computed` are read.
-
-    Raises:
-        UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
-    """
-    manifest_path = manifest.absolute()
-    files = sorted(file_sizes(folder).items())
-    sizes = {name: size for name, size in files if (folder / name).absolute() != manifest_path}
-
-    def digest(name: str) -> str | OSError:
+        Args:
+            manifest: the recorded digests.
+            path: the manifest's path; if it lies in the folder, it is no file of the checkpoint.
+            results: receives findings and checks.
+            files_suffice: all tensors are in these files, so that equal files mean equal tensors.
+        """
+        before = len(results.findings)
         try:
-            return digest_of_file(folder, name)
-        except OSError as problem:
-            return problem
+            digests = self.file_digests(path)
+        except UnreadableCheckpointError as problem:
+            results.findings.append(error(RECORDED_FILES, str(self.folder), str(problem)))
+            return
+        for name, digest in manifest.files.items():
+            where = str(self.folder / name)
+            if name not in digests:
+                results.findings.append(error(RECORDED_FILES, where, "missing: it is recorded", name))
+            elif digests[name] != digest:
+                message = f"its SHA-256 is {digests[name][:16]}..., recorded is {digest[:16]}..."
+                results.findings.append(error(RECORDED_FILES, where, message, name))
+        for name in sorted(digests.keys() - manifest.files.keys()):
+            results.findings.append(error(RECORDED_FILES, str(self.folder / name), "it is not recorded", name))
+        results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {counted(len(manifest.files), 'file')}"))
+        if len(results.findings) > before or not files_suffice:
+            self.compare_tensors(manifest, results)
+        elif manifest.has_tensors:
+            message = f"{counted(len(manifest.tensors), 'tensor')}, in files that are as recorded"
+            results.checks.append(Check(RECORDED_TENSORS, message))
 
-    unread = [name for name in sizes if name not in computed]
-    digests = {name: computed[name] for name in sizes if name in computed}
-    results = workers.map(digest, unread, sizes.__getitem__)
-    for name, result in zip(unread, results, strict=True):
-        if isinstance(result, OSError):
-            raise unreadable_file("a file of the checkpoint cannot be read", result, folder / name) from result
-        digests[name] = result
-    return digests
-
-
-def _folder_of(source: TensorSource) -> Path:
-    return source.folder if isinstance(source, Listing) else source.files.folder
-
-
-def tensor_digests(source: TensorSource, digests: Sequence[TensorDigest], workers: Workers) -> list[TensorDigest]:
-    """Return the SHA-256 of each tensor, in model space for a checkpoint.
-
-    Tensors that are not in `digests` are read.
-
-    Raises:
-        UnreadableCheckpointError: a tensor cannot be read; on every process.
-    """
-    tensors = _StoredTensors(source) if isinstance(source, Listing) else _ModelTensors(source)
-    digest_by_key = {(hashed.kind, hashed.name): hashed for hashed in digests}
-    unread = [key for key in tensors.keys if key not in digest_by_key]
-
-    def digest(key: Key) -> TensorDigest | str:
+    def compare_tensors(self, manifest: Manifest, results: Results) -> None:
+        """Compare the tensors with a manifest, not the files, and append findings and checks to `results`."""
+        if not manifest.has_tensors or self.source is None:
+            message = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
+            results.checks.append(Check(RECORDED_TENSORS, message, done=False))
+            return
         try:
-            with reraise_as_unreadable(_folder_of(source)):
-                return tensors.digest(key)
-        except ContentError as problem:
-            return str(problem)
+            digests = self.tensor_digests()
+        except UnreadableCheckpointError as problem:
+            results.findings.append(error(RECORDED_TENSORS, str(self.folder), str(problem)))
+            return
+        for tensor, message in differing_tensors(manifest.tensors, digests):
+            results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
+        results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
 
-    results = workers.map(digest, unread, tensors.size)
-    for key, result in zip(unread, results, strict=True):
-        if isinstance(result, str):
-            raise UnreadableCheckpointError(result)
-        digest_by_key[key] = result
-    return [digest_by_key[key] for key in tensors.keys]
+    def file_digests(self, manifest: Path) -> dict[str, str]:
+        """Return the SHA-256 of the folder's files, by path in the folder, without the manifest itself.
+
+        Raises:
+            UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
+        """
+        manifest_path = manifest.absolute()
+        files = sorted(file_sizes(self.folder).items())
+        sizes = {name: size for name, size in files if (self.folder / name).absolute() != manifest_path}
+
+        def digest(name: str) -> str | OSError:
+            try:
+                return digest_of_file(self.folder, name)
+            except OSError as problem:
+                return problem
+
+        computed = self.digests.files
+        unread = [name for name in sizes if name not in computed]
+        digests = {name: computed[name] for name in sizes if name in computed}
+        results = self.workers.map(digest, unread, sizes.__getitem__)
+        for name, result in zip(unread, results, strict=True):
+            if isinstance(result, OSError):
+                raise unreadable_file("a file of the checkpoint cannot be read", result, self.folder / name) from result
+            digests[name] = result
+        return digests
+
+    def tensor_digests(self) -> list[TensorDigest]:
+        """Return the SHA-256 of each tensor, in model space for a checkpoint; none of what cannot be opened.
+
+        Raises:
+            UnreadableCheckpointError: a tensor cannot be read; on every process.
+        """
+        if self.source is None:
+            return []
+        tensors = _StoredTensors(self.source) if isinstance(self.source, Listing) else _ModelTensors(self.source)
+        digest_by_key = {(hashed.kind, hashed.name): hashed for hashed in self.digests.tensors}
+        unread = [key for key in tensors.keys if key not in digest_by_key]
+
+        def digest(key: Key) -> TensorDigest | str:
+            try:
+                with reraise_as_unreadable(self.folder):
+                    return tensors.digest(key)
+            except ContentError as problem:
+                return str(problem)
+
+        results = self.workers.map(digest, unread, tensors.size)
+        for key, result in zip(unread, results, strict=True):
+            if isinstance(result, str):
+                raise UnreadableCheckpointError(result)
+            digest_by_key[key] = result
+        return [digest_by_key[key] for key in tensors.keys]
 
 
 class _ModelTensors:

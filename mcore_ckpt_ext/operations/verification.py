@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, run_on_all
-from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import (
     CheckpointError,
     ContentError,
@@ -16,7 +14,6 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsafePickleError,
     UnsupportedCheckpointError,
-    UsageError,
     counted,
     format_bytes,
     join_some,
@@ -30,7 +27,6 @@ from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.formats.unread_state import is_of_optimizer
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.completeness import check_folder, check_index, check_index_file, find_checkpoint
@@ -49,15 +45,9 @@ from mcore_ckpt_ext.operations.findings import (
 )
 from mcore_ckpt_ext.operations.integrity import StoredChecksums, check_file_digests
 from mcore_ckpt_ext.operations.layout_rules import refusal_of_stored_files
+from mcore_ckpt_ext.operations.options import Location, VerificationOptions
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.recording import (
-    Digests,
-    TensorSource,
-    check_manifest_path,
-    compare_tensors_with_manifest,
-    compare_with_manifest,
-    write_manifest,
-)
+from mcore_ckpt_ext.operations.recording import Digests, Recording, TensorSource, check_manifest_path
 from mcore_ckpt_ext.operations.state_check import StateCheck
 from mcore_ckpt_ext.operations.stored_tensors import (
     account_without_model,
@@ -68,47 +58,37 @@ from mcore_ckpt_ext.operations.stored_tensors import (
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.checksums import LenientChecksums
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
-from mcore_ckpt_ext.storage.manifest import read_manifest
+from mcore_ckpt_ext.storage.manifest import Manifest, read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
 
 _NOT_RECOVERED = "it cannot be read parameter by parameter"
 
 
 def verify(
-    path: str | os.PathLike[str],
+    path: Location,
+    options: VerificationOptions | None = None,
     *,
-    quick: bool = False,
-    workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
-    facts: Facts = NOTHING,
-    weights: str | os.PathLike[str] | None = None,
-    record: str | os.PathLike[str] | None = None,
-    against: str | os.PathLike[str] | None = None,
-    tensors_only: bool = False,
     team: Communicator = ONE_PROCESS,
     index: FolderIndex | None = None,
+    **changes: object,
 ) -> Verification:
     """Verify a checkpoint.
 
     Args:
         path: a run folder (its newest iteration), an iteration folder, or a canonical, Hugging Face, PEFT or
             ColossalAI folder.
-        quick: check only metadata.
-        workers: the number of threads.
+        options: what is verified, and the manifest to write or to compare with.
         progress: called with the bytes read so far and an estimate of the bytes to read.
-        facts: facts about the job that wrote a checkpoint without Megatron's arguments.
-        weights: the path of the weights, if the checkpoint holds only an optimizer, whose masters they verify; for
-            adapters, the path of their model.
-        record: a manifest to write, with the SHA-256 of each file and each tensor, if there is no error.
-        against: a manifest to compare with.
-        tensors_only: compare only tensors with the manifest, since a conversion changes all files.
         team: the processes that share the reading, each with the same arguments; all return the same. Only the first
             writes a manifest.
         index: the index of the iteration folder, if it has been used before.
+        **changes: single options by name, instead of or in addition to `options`: `verify(path, quick=True)`.
 
     Raises:
         UsageError: options contradict each other, or facts contradict the index or the checkpoint's own description of
             its job.
+        TypeError: there is no option of that name.
         UnreadableCheckpointError: there is no checkpoint at that path, or no manifest.
         DestinationError: the manifest cannot be written.
         UnsupportedCheckpointError: this package does not read its kind.
@@ -120,66 +100,70 @@ def verify(
         >>> [check.extent for check in found.checks if check.name == "masters"]
         ['53,536 masters equal to their weights']
     """
-    if quick and (record is not None or against is not None):
-        raise UsageError("a manifest is of all bytes, which --quick does not read", hint="leave out --quick")
-    if tensors_only and against is None:
-        raise UsageError("--tensors-only needs a manifest to compare with", hint="--against FILE")
-    manifest = None if against is None else read_manifest(as_path(against))
-    if record is not None:
-        check_manifest_path(as_path(record))
+    options = (options or VerificationOptions()).changed(changes)
+    options.check()
+    against = None if options.against is None else as_path(options.against)
+    manifest = None if against is None else read_manifest(against)
+    if options.record is not None:
+        check_manifest_path(as_path(options.record))
     located = find_checkpoint(as_path(path), index)
     folder = located.folder or as_path(path)
-    stored = located.index or FolderIndex(folder)
-    opens = partial(open_checkpoint, folder, facts=facts, weights=weights, index=stored)
-    shared = Workers(team, workers)
-    run = _Run(stored, quick, shared, progress, opens)
-    run.hashes_tensors = record is not None or tensors_only
-    run.hashes_files = record is not None or (against is not None and not tensors_only)
+    run = _Run(located.index or FolderIndex(folder), options, Workers(team, options.workers), progress)
     run.results.findings.extend(located.findings)
     if located.folder is not None:
-        problems = check_folder(stored)
+        problems = check_folder(run.stored)
         run.results.findings.extend(problems)
         if not problems:
             run.verify_or_note()
-        if manifest is not None and tensors_only:
-            compare_tensors_with_manifest(manifest, run.source, run.digests, shared, run.results)
-        elif manifest is not None and against is not None:
-            paths = (as_path(against), folder)
-            whole = weights is None
-            compare_with_manifest(manifest, *paths, run.source, run.digests, shared, run.results, files_suffice=whole)
-    checks = tuple(run.results.checks)
-    findings = tuple(run.results.findings)
-    verification = Verification(
-        str(run.folder), quick, checks, findings, iteration=_iteration(run.source), account=run.results.account
-    )
-    if record is None or run.source is None or not verification.sound:
+        if against is not None and manifest is not None:
+            run.compare_with(manifest, against)
+    verification = run.verification()
+    if options.record is None or run.source is None or not verification.sound:
         return verification
-    write_manifest(as_path(record), folder, run.source, run.digests, shared)
-    return replace(verification, recorded=str(record))
+    run.recording().write(as_path(options.record))
+    return replace(verification, recorded=str(options.record))
 
 
 class _Run:
     """One verification; each step adds its findings, and the extent of its checks."""
 
-    def __init__(
-        self,
-        stored: FolderIndex,
-        quick: bool,
-        workers: Workers,
-        progress: Progress,
-        opens: Callable[[], CheckpointView],
-    ) -> None:
+    def __init__(self, stored: FolderIndex, options: VerificationOptions, workers: Workers, progress: Progress) -> None:
         self.folder = stored.folder
-        self._stored = stored
-        self._opens = opens
+        self.stored = stored
+        self._workers = workers
         self.results = Results()
         self.source: TensorSource | None = None
         self.digests = Digests()
-        self.hashes_tensors = False
-        self.hashes_files = False
-        self._quick = quick
-        self._workers = workers
+        self._options = options
         self._progress = progress
+
+    def verification(self) -> Verification:
+        """Return the result of all steps so far."""
+        results = self.results
+        return Verification(
+            path=str(self.folder),
+            options=self._options,
+            checks=tuple(results.checks),
+            findings=tuple(results.findings),
+            iteration=_iteration(self.source),
+            account=results.account,
+        )
+
+    def recording(self) -> Recording:
+        """Return the files and tensors that a manifest records, with what is known of them so far."""
+        return Recording(self.folder, self.source, self.digests, self._workers)
+
+    def compare_with(self, manifest: Manifest, path: Path) -> None:
+        """Compare the checkpoint with the manifest at `path`."""
+        if self._options.tensors_only:
+            self.recording().compare_tensors(manifest, self.results)
+        else:
+            files_suffice = self._options.weights is None
+            self.recording().compare(manifest, path, self.results, files_suffice=files_suffice)
+
+    def _open(self) -> CheckpointView:
+        options = self._options
+        return open_checkpoint(self.folder, facts=options.facts, weights=options.weights, index=self.stored)
 
     def verify_or_note(self) -> None:
         """Run all steps; invalid metadata is a finding."""
@@ -192,12 +176,12 @@ class _Run:
     def _verify(self) -> None:
         if not check_file_digests(self.folder, self.results):
             return
-        folder_format = format_of(self.folder, self._stored)
+        folder_format = format_of(self.folder, self.stored)
         if folder_format is not None and (listing := folder_format.list_tensors(self.folder)) is not None:
             self._verify_listed(listing)
             return
         try:
-            checkpoint = self._opens()
+            checkpoint = self._open()
             _ = checkpoint.names(WEIGHT), checkpoint.job.common(), checkpoint.job.layout, checkpoint.job.iteration()
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
             self._error(COMPLETE, problem)
@@ -206,7 +190,7 @@ class _Run:
         else:
             self.source = checkpoint
             unreadable = self._check_metadata(checkpoint)
-            if self._quick:
+            if self._options.quick:
                 StateCheck(checkpoint, self.results, unreadable).check_metadata()
             else:
                 self._check_bytes(checkpoint, unreadable)
@@ -217,7 +201,7 @@ class _Run:
         if listing.is_readable:
             self.source = listing
             try:
-                self.source = checkpoint = self._opens()
+                self.source = checkpoint = self._open()
                 self._check_weights(checkpoint, listing.described)
             except UnsupportedCheckpointError as problem:
                 self.results.account = account_without_model(listing)
@@ -226,7 +210,7 @@ class _Run:
                 self.results.checks.append(Check(COVERED, message, done=False))
             except (UnreadableCheckpointError, UnsafePickleError) as problem:
                 self._error(COVERED, problem)
-        if not self._quick:
+        if not self._options.quick:
             counter = ByteCounter(listed_bytes(listing), self._progress)
             # The tensors of model space differ from the stored ones.
             self.digests = check_stored_tensors(
@@ -234,8 +218,8 @@ class _Run:
                 self._workers,
                 counter.add,
                 self.results,
-                digest_tensors=self.hashes_tensors and self.source is listing,
-                digest_files=self.hashes_files,
+                digest_tensors=self._options.hashes_tensors and self.source is listing,
+                digest_files=self._options.hashes_files,
             )
             counter.finish()
 
@@ -298,13 +282,15 @@ class _Run:
         # Without an account there is damage that keeps the keys from being listed, and that other checks report.
         if checkpoint.optimizer.format() and not reads_state and self.results.account is not None:
             self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
-        check = ContentCheck(checkpoint, reads_state, unreadable, confirmed, digest_tensors=self.hashes_tensors)
+        check = ContentCheck(
+            checkpoint, reads_state, unreadable, confirmed, digest_tensors=self._options.hashes_tensors
+        )
         self.digests.tensors = check_parameters(check, self._workers, counter.add, results)
 
     def _check_known(self, checkpoint: CheckpointView, described: Collection[str]) -> None:
         """Report the keys that no other check reads."""
         try:
-            account = account_of(checkpoint, elements=not self._quick, described=described)
+            account = account_of(checkpoint, elements=not self._options.quick, described=described)
         except ContentError as problem:  # damage, which other checks report
             self.results.checks.append(Check(KNOWN, str(problem), done=False))
             return
@@ -324,7 +310,7 @@ class _Run:
             return set()
         findings, unreadable, files = check_index(checkpoint.files.reader, index)
         self.results.findings.extend(findings)
-        if not self._quick and index.has_plans:
+        if not self._options.quick and index.has_plans:
             self.results.findings.extend(check_index_file(self.folder))
         self.results.checks.append(Check(COMPLETE, counted(files, "file")))
         return unreadable

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from mcore_ckpt_ext.communicator import Communicator, SingleProcess
+from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator
 from mcore_ckpt_ext.continuity.mathematics import differences_of_jobs
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, reraise_as_unreadable
 from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
@@ -27,6 +25,7 @@ from mcore_ckpt_ext.megatron.policy import Check
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_derived_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
+from mcore_ckpt_ext.operations.options import Location, RehearsalOptions
 from mcore_ckpt_ext.operations.versions import stock_failure
 from mcore_ckpt_ext.optimizers.stock_failures import SHIFTED_PARAMETERS, StockFailure
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike
@@ -46,16 +45,13 @@ PACKAGE = "mcore_ckpt_ext"
 
 
 def rehearse(
-    path: str | os.PathLike[str],
+    path: Location,
     gpus: int,
     sizes: Mapping[str, int],
+    options: RehearsalOptions | None = None,
     *,
-    megatron_version: str | None = None,
-    full: bool = False,
-    arguments: Mapping[str, Any] | None = None,
-    changes: Mapping[str, Any] | None = None,
-    any_change: bool = False,
-    team: Communicator | None = None,
+    team: Communicator = ONE_PROCESS,
+    **changes: object,
 ) -> Rehearsal:
     """Simulate a resume under another layout up to its first write, for all ranks, without Megatron.
 
@@ -63,52 +59,38 @@ def rehearse(
         path: a run folder (its newest iteration) or an iteration folder.
         gpus: number of GPUs.
         sizes: the size of each dimension, by its name in `ParallelLayout`; see `target.sizes_in`.
-        megatron_version: the release that would run; by default the installed one, else that of the checkpoint.
-        full: whether to compare all masters with their weights, not only samples.
-        arguments: arguments of the job that wrote the checkpoint, if the checkpoint does not store them.
-        changes: arguments of the resuming job that differ, other than its layout.
-        any_change: whether all arguments may be changed, if the shapes of the checkpoint's model are unchanged.
+        options: the release that would run, and what is known of the two jobs.
         team: the processes that share the work, each with the same arguments; by default only this one.
+        **changes: single options by name, instead of or in addition to `options`.
 
     Raises:
         UsageError: an argument has an invalid value.
+        TypeError: there is no option of that name.
         CheckpointError: the checkpoint cannot be read, or a rehearsal does not support the job.
     """
-    if not any_change:
-        check_changes(changes or {})
+    options = (options or RehearsalOptions()).changed(changes)
+    if not options.any_change:
+        check_changes(options.changes)
     check_gpus(gpus)
-    version = version_number(megatron_version)
-    plain = Rehearsal(SCHEMA, str(path), gpus, "not known", in_words({**sizes}), str(version), "")
-    request = _Request(
-        gpus, sizes, megatron_version, version, arguments or {}, changes or {}, full=full, team=team or SingleProcess()
-    )
+    version = version_number(options.megatron_version)
+    plain = Rehearsal(SCHEMA, str(path), options, gpus, "not known", in_words({**sizes}), str(version), "")
     with reraise_as_unreadable(path), collector_paused():
         try:
-            return _Rehearsing(as_path(path), request, plain).result()
+            return _Rehearsing(as_path(path), sizes, team, version, plain).result()
         except BeyondRehearsalError as beyond:
             raise beyond.error from beyond
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of a rehearsal; see `rehearse`."""
-
-    gpus: int
-    sizes: Mapping[str, int]
-    stated_version: str | None
-    version: Version
-    arguments: Mapping[str, Any]
-    changes: Mapping[str, Any]
-    full: bool
-    team: Communicator
 
 
 class _Rehearsing:
     """One rehearsal: it finds the checkpoint, makes the job that would resume it, and performs it."""
 
-    def __init__(self, path: Path, request: _Request, plain: Rehearsal) -> None:
+    def __init__(
+        self, path: Path, sizes: Mapping[str, int], team: Communicator, version: Version, plain: Rehearsal
+    ) -> None:
         self._path = path
-        self._request = request
+        self._sizes = sizes
+        self._team = team
+        self._version = version
         self._plain = plain
         # Whether the job itself plans the resume; until this is decided, errors are those of all loads.
         self._plans = True
@@ -124,23 +106,24 @@ class _Rehearsing:
 
     def _rehearsed(self) -> Rehearsal:
         load = self._found()
-        request = self._request
-        communicator = SimulatedCommunicator(request.gpus, beyond_rehearsal=(UnsupportedCheckpointError, UsageError))
+        options = self._plain.options
+        gpus = self._plain.gpus
+        communicator = SimulatedCommunicator(gpus, beyond_rehearsal=(UnsupportedCheckpointError, UsageError))
         # The first rank reads the index for all: errors of the index are its own.
         opening = replace(communicator, beyond_rehearsal=(), is_verbatim=False)
         checkpoint = opening.agree(lambda: _opened(load.session), "looking at the checkpoint")[0]
-        version, source = release_of(checkpoint, request.stated_version)
-        self._request = request = replace(request, version=version)
+        version, source = release_of(checkpoint, options.megatron_version)
+        self._version = version
         self._plain = replace(self._plain, megatron_version=str(version), megatron_version_source=source)
-        written = with_derived_arguments(checkpoint, with_passed(checkpoint.job.arguments(), request.arguments))
+        written = with_derived_arguments(checkpoint, with_passed(checkpoint.job.arguments(), options.arguments))
         self._plain = replace(
             self._plain,
             old_layout=str(ParallelLayout.from_arguments(written)),
-            replaced=replaced_values(checkpoint.job.arguments(), request.arguments),
+            replaced=replaced_values(checkpoint.job.arguments(), options.arguments),
         )
         # The table of its parameters needs the packing of the buffers, which ranks of a job recover when they plan.
-        job = replace(communicator, is_verbatim=all_read_alike(request.gpus, request.sizes)).agree(
-            lambda: target_job(checkpoint, written, request.gpus, request.sizes, request.version, request.changes),
+        job = replace(communicator, is_verbatim=all_read_alike(gpus, self._sizes)).agree(
+            lambda: target_job(checkpoint, written, gpus, self._sizes, version, options.changes),
             "planning the resume",
         )[0]
         self._plain = replace(
@@ -154,9 +137,7 @@ class _Rehearsing:
         )
         if job.refused is not None:
             return replace(self._plain, refusal=f"Megatron does not accept this layout: {job.refused}")
-        ranks = SimulatedRanks(
-            job.layout.world, written, job.arguments, request.version, request.team, full=request.full
-        )
+        ranks = SimulatedRanks(job.layout.world, written, job.arguments, version, self._team, full=options.full)
         self._make_ready(load, job)
         ranks.perform((COMPLETENESS, *CHECKING, *DECIDING), load)
         self._note_loader(ranks, checkpoint)
@@ -176,7 +157,7 @@ class _Rehearsing:
         load = MegatronResume(
             LoadSession(path), nothing, arguments=arguments_to_load(nothing, run, step), directory=run
         )
-        ranks = SimulatedRanks(1, nothing, nothing, self._request.version, self._request.team, full=False)
+        ranks = SimulatedRanks(1, nothing, nothing, self._version, self._team, full=False)
         ranks.perform((*LOOKING, COMPLETENESS, *CHECKING), load)
         folder = iteration_folder(path)
         load.session = load.session.with_folder(folder)
@@ -188,7 +169,7 @@ class _Rehearsing:
         load.running = job.arguments
         load.arguments = arguments_to_load(job.arguments, str(load.directory), load.arguments.ckpt_step)
         load.options = ResumeOptions(
-            VERIFY_ALL.value, ACCEPT_LOST.value, own_bounds=takes_own_bounds(job.arguments.raw, self._request.version)
+            VERIFY_ALL.value, ACCEPT_LOST.value, own_bounds=takes_own_bounds(job.arguments.raw, self._version)
         )
         load.scheduler = SimulatedScheduler(job.arguments)
         load.vocabulary_rows = vocabulary_rows(load.session.checkpoint)
@@ -224,10 +205,10 @@ class _Rehearsing:
             optimizer_bytes_read=figures.optimizer_bytes_read,
             proven=figures.proven,
             proof=checkpoint.job.master_check.relation,
-            is_full_proof=self._request.full,
+            is_full_proof=self._plain.options.full,
             order_sources=_extra_parameter_orders(checkpoint),
             data=load.data,
-            differences=differences_of_jobs(written, ranks.job.arguments, self._request.version),
+            differences=differences_of_jobs(written, ranks.job.arguments, self._version),
             given=tuple(self._given(checkpoint, ranks.job, written)),
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mcore_ckpt_ext.continuity.mathematics import Difference
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.defaults import SCHEMAS
+from mcore_ckpt_ext.operations.options import RehearsalOptions
 
 SCHEMA = SCHEMAS["plan"]
 
@@ -17,6 +18,7 @@ class Rehearsal:
 
     Attributes:
         path: the iteration folder.
+        options: the options of the rehearsal.
         gpus: number of ranks.
         old_layout: the layout of the job that wrote the checkpoint, as text.
         new_layout: the layout of the job that resumes.
@@ -50,6 +52,7 @@ class Rehearsal:
 
     schema: int
     path: str
+    options: RehearsalOptions
     gpus: int
     old_layout: str
     new_layout: str

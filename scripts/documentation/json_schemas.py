@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import re
 import types
 import typing
@@ -38,7 +39,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 _PLAIN: dict[Any, dict[str, Any]] = {
     str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}, float: _NUMBER,
-    type(None): {"type": "null"}, Path: {"type": "string"}, Any: {},
+    type(None): {"type": "null"}, Path: {"type": "string"}, os.PathLike[str]: {"type": "string"}, Any: {}, object: {},
 }  # fmt: skip
 
 _OF_DETAILS = {
@@ -112,7 +113,8 @@ def _type(kind: Any) -> dict[str, Any]:
         return _sequence(list(typing.get_type_hints(kind).values()))
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_type(one) for one in arguments]}
+        schemas = [_type(one) for one in arguments]
+        return {"anyOf": [schema for number, schema in enumerate(schemas) if schema not in schemas[:number]]}
     if origin is typing.Literal:
         return {"enum": list(arguments)}
     if origin is tuple and Ellipsis not in arguments:

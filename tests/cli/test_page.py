@@ -21,6 +21,7 @@ from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.inspection_result import Inspection, StoredTensor
 from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
+from mcore_ckpt_ext.operations.options import ComparisonOptions
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from tests.harness.checkpoints import fixture_named
 
@@ -110,7 +111,9 @@ def test_untrusted_names_stay_names(browser: str, tmp_path: Path, inspected: Ins
 
 
 def test_nothing_is_loaded_from_other_sites(inspected: Inspection) -> None:
-    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, True, None, (), (), ()), "equal")
+    text = inspection_page(inspected) + comparison_page(
+        Comparison(2, "a", "b", ComparisonOptions(), True, True, None, (), (), ()), "equal"
+    )
     outside = re.findall(r"""(?:src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://[^"' ]+""", text)
     assert [found for found in outside if "www.w3.org/2000/svg" not in found] == []
     assert "default-src 'none'" in text

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError
 from mcore_ckpt_ext.operations import recording
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Verification
 from mcore_ckpt_ext.operations.integrity import digest_of_file
-from mcore_ckpt_ext.operations.recording import tensor_digests
+from mcore_ckpt_ext.operations.recording import Digests, Recording
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -134,7 +134,8 @@ def test_every_kind_of_checkpoint_can_be_recorded(name: str, tmp_path: Path) -> 
     assert found.recorded
     # The tensors were digested while they were verified; reading them for that alone gives the same.
     checkpoint = mcore_ckpt_ext.open_checkpoint(run)
-    assert tensor_digests(checkpoint, (), Workers(ONE_PROCESS, 2)) == [*read_manifest(tmp_path / "manifest").tensors]
+    recording = Recording(checkpoint.files.folder, checkpoint, Digests(), Workers(ONE_PROCESS, 2))
+    assert recording.tensor_digests() == [*read_manifest(tmp_path / "manifest").tensors]
     found = mcore_ckpt_ext.verify(run, against=tmp_path / "manifest", tensors_only=True)
     assert (found.sound, differences(found)) == (True, [])
 

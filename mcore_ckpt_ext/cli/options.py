@@ -1,13 +1,19 @@
-"""Options for the sizes of the job that wrote a checkpoint without Megatron's arguments."""
+"""Options that several commands have, and the options of an operation from a command line."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.operations.options import Options
+
+_Options = TypeVar("_Options", bound="Options")
 _NAMES = [field.name for field in fields(Facts)]
 
 
@@ -45,3 +51,19 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
     sizes = {name: getattr(arguments, f"fact_{name}") for name in _NAMES}
     kind: type[Facts] = arguments.kind_of_facts
     return kind(**sizes) if any(size is not None for size in sizes.values()) else NOTHING
+
+
+def options_of(kind: type[_Options], arguments: argparse.Namespace, /, **derived: Any) -> _Options:
+    """Return the options of an operation.
+
+    Args:
+        kind: the class of the options.
+        arguments: the parsed command line; its attributes are options of the same name, and facts.
+        **derived: options that are derived from other attributes.
+
+    Raises:
+        UsageError: a fact is invalid.
+    """
+    names = inspect.signature(kind).parameters
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return kind(**{**given, "facts": facts_of(arguments), **derived})
