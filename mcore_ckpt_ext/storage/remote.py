@@ -213,7 +213,7 @@ class Upload:
         return {name: size for name, (size, _) in self._finished.items()}
 
     def put(self, local: Path, name: str) -> None:
-        """Upload a file, and record it in the journal.
+        """Upload a file, and record it in the journal. Several threads may each upload one.
 
         Raises:
             DestinationError: the store cannot be written, or another conversion has claimed the destination.
@@ -221,8 +221,10 @@ class Upload:
         self.check_claim()
         with self._reporting_destination():
             self._path(name).upload(local)
-            with local.open("rb") as stream, self._guard:
-                self._finished[name] = _size_and_crc(stream)
+            with local.open("rb") as stream:
+                size_and_crc = _size_and_crc(stream)
+            with self._guard:
+                self._finished[name] = size_and_crc
                 self._journal.write_text(json.dumps(self._finished))
 
     def withdraw(self, names: Iterable[str]) -> None:
