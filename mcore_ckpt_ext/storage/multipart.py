@@ -1,4 +1,4 @@
-"""Bounds the memory of an upload by fsspec: files are sent in parts, of which some are in memory at once.
+"""Bounds the memory of an upload by fsspec: a file is sent in parts, few of them at once.
 
 The options have one name each in the file systems that have them: `chunksize` in s3fs and gcsfs, `max_concurrency` in
 s3fs and adlfs (`_put_file` of s3fs 2026.9, gcsfs 2026.10, adlfs 2026.8). By default s3fs holds ten parts of 50 MiB.
