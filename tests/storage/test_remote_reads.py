@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mcore_ckpt_ext.errors import StorageError
-from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.storage.remote import BLOCK_BYTES, RemoteFolderReader
 from mcore_ckpt_ext.storage.store_path import StorePath
 
@@ -20,8 +19,7 @@ WAIT = 60
 
 @pytest.fixture(scope="module")
 def folder() -> StorePath:
-    place = as_path(f"memory://{uuid.uuid4()}/run")
-    assert isinstance(place, StorePath)
+    place = StorePath.of(f"memory://{uuid.uuid4()}/run")
     (place / "file").write_bytes(bytes(range(251)) * (SIZE // 251) + bytes(SIZE % 251))
     return place
 
