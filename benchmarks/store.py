@@ -30,8 +30,9 @@ from commands import SIZES, Measured
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
 _BUCKET = "bucket"
-# Parts of an upload arrive in any order, which rclone needs its cache for.
-_OPTIONS = ["--vfs-cache-mode", "writes", "--log-level", "CRITICAL"]
+# Parts of an upload arrive in any order, which rclone needs its cache for. A store knows the digests of its objects;
+# rclone would read a whole file for each question about it.
+_OPTIONS = ["--vfs-cache-mode", "writes", "--etag-hash", "", "--log-level", "CRITICAL"]
 _S3FS = "import s3fs, sys; s3fs.S3FileSystem().{}(*sys.argv[1:], recursive=True)"
 _BOTO3 = """
 import sys, boto3

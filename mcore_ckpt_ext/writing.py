@@ -17,6 +17,7 @@ from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
 from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.crc32 import Piece, crc32, crc32_from_pieces
 from mcore_ckpt_ext.storage.direct import ALIGNMENT, BlockFile, write_all
+from mcore_ckpt_ext.storage.direct_reads import DirectReads
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.huge_pages import huge_memory
 
@@ -88,6 +89,7 @@ class RecordWriter:
         self._unfinished: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._memory = threading.local()
+        self._direct_reads = DirectReads()
 
     def write(
         self, records: Sequence[tuple[int, Record]], finished: Callable[[int, int], None], moved: Callable[[int], None]
@@ -151,7 +153,9 @@ class RecordWriter:
             with closing(BlockFile(self._folder, record.file)) as file:
                 for block in record.blocks(self._block_bytes):
                     position = record.offset + block.start * size
-                    crc = crc32(os.pread(file.descriptor, (block.stop - block.start) * size, position), crc)
+                    data = memoryview(self._room(record, block).view(torch.uint8).numpy())
+                    count = file.read_block(data, position, self._direct_reads)
+                    crc = crc32(data[:count], crc)
                 if crc == expected:
                     _write_checksums(file, record, crc)
                     file.write_held()

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.storage.archive_writer import ArchivePlan, plan_archive, pla
 from mcore_ckpt_ext.storage.pickle_stubs import placeholder_class
 from mcore_ckpt_ext.storage.pickling import INDEX_PROTOCOL, DeclaredTensor, dumps, named_object
 
-FILE_BYTES = 4 << 30
+FILE_BYTES = 512 << 20
 # Alignment of archives in a file, as of records in an archive: direct writes need aligned elements, see
 # `storage/direct.py`.
 _ALIGNMENT = 64

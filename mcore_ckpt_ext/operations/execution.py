@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import partial
 from typing import cast
 
 from mcore_ckpt_ext.communicator import Communicator, run_on_all, run_on_first
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.destination import Destination
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
+from mcore_ckpt_ext.operations.staged_uploads import staged_uploads
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import Publication
@@ -85,7 +85,7 @@ class LocalExecution:
 
 
 class RemoteExecution:
-    """Files made one at a time on the local disk and uploaded; the one that marks completion is last."""
+    """Files made on the local disk and uploaded meanwhile; the ones that mark completion are last."""
 
     def __init__(
         self, destination: Destination, fingerprint: str, team: Communicator, workers: int, block_bytes: int
@@ -118,8 +118,9 @@ class RemoteExecution:
             mine = ordinary[team.rank :: team.size]
             left = [file for file in mine if done.get(file.name) != file.length]
             counter = _counter(_records(mine, records), _records(left, records), progress)
-            for file in left:
-                self._make(file, records.get(file.name, []), reader, counter)
+            with staged_uploads(self._upload) as uploads:
+                for file in left:
+                    uploads.add(file, partial(self._make, file, records.get(file.name, []), reader, counter))
             for _, record in _records([file for file in mine if file not in left], records):
                 reader.note_written(record)
             reader.finish(self._workers)
@@ -132,7 +133,7 @@ class RemoteExecution:
         last = [file for file in output.files if file.last]
         try:
             for file in last:
-                run_on_first(team, lambda file=file: self._make(file, [], reader, None))  # type: ignore[misc]  # bound at once
+                run_on_first(team, lambda file=file: self._put(file))  # type: ignore[misc]  # bound at once
             run_on_first(team, check_readable)
         except BaseException:  # interrupts included
             if team.rank == 0:
@@ -141,14 +142,21 @@ class RemoteExecution:
         return run_on_first(team, self._upload.publish) or []
 
     def _make(
-        self, file: OutputFile, records: Sequence[tuple[int, Record]], reader: BlockReader, counter: ByteCounter | None
+        self,
+        file: OutputFile,
+        records: Sequence[tuple[int, Record]],
+        reader: BlockReader,
+        counter: ByteCounter,
+        folder: Folder,
     ) -> None:
-        with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging, Folder.at(Path(staging)) as folder:
-            lay_out([file], folder)
-            if counter is not None:
-                writer = RecordWriter(folder, reader.fill, self._workers, self._block_bytes)
-                writer.write(records, lambda number, crc: None, counter.add)
-            self._upload.put(Path(staging) / file.name, file.name)
+        lay_out([file], folder)
+        writer = RecordWriter(folder, reader.fill, self._workers, self._block_bytes)
+        writer.write(records, lambda number, crc: None, counter.add)
+
+    def _put(self, file: OutputFile) -> None:
+        """Upload a file without records."""
+        with staged_uploads(self._upload) as uploads:
+            uploads.add(file, lambda folder: lay_out([file], folder))
 
 
 def _records(files: Sequence[OutputFile], records: dict[str, list[tuple[int, Record]]]) -> list[tuple[int, Record]]:

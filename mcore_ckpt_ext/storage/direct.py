@@ -21,6 +21,7 @@ import errno
 import os
 import threading
 
+from mcore_ckpt_ext.storage.direct_reads import DirectReads, open_direct
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.writeback import begin_to_flush, function_of_linux
 
@@ -43,15 +44,30 @@ class BlockFile:
         self.descriptor = folder.open(name, os.O_RDWR)
         self._direct: int | None = None
         self._is_tried = False
+        self._direct_to_read: int | None = None
         self._lock = threading.Lock()
         self._held: list[tuple[int, bytes]] = []
         self._held_bytes = 0
 
     def close(self) -> None:
         """Close the file without writing what is held; `write_held` first."""
-        for descriptor in (self.descriptor, self._direct):
+        for descriptor in (self.descriptor, self._direct, self._direct_to_read):
             if descriptor is not None:
                 os.close(descriptor)
+
+    def read_block(self, buffer: memoryview, position: int, reads: DirectReads) -> int:
+        """Fill a buffer from a position, past the page cache where possible; by one thread.
+
+        Returns:
+            The number of bytes, which is smaller only at the end of the file.
+        """
+        if self._direct_to_read is None:
+            self._direct_to_read = open_direct(self.descriptor)
+        direct = self._direct_to_read
+        done = 0 if direct is None else reads.read_into(self.descriptor, direct, position, buffer)
+        while done < len(buffer) and (count := os.preadv(self.descriptor, [buffer[done:]], position + done)):
+            done += count
+        return done
 
     def write(self, data: memoryview, position: int) -> None:
         """Write a few bytes, at the latest in `write_held`."""

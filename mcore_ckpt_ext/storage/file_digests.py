@@ -24,6 +24,7 @@ from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import checked_name
 from mcore_ckpt_ext.storage.json_text import json_file, parse_json
+from mcore_ckpt_ext.storage.paths import file_sizes
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.safetensors import SUFFIX, declared_arrays, planned_header, read_header
 
@@ -128,13 +129,13 @@ def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
     its data files. A truncated file has another size, too; the index shows it.
     """
     data = [name for name in sizes if name.endswith(_DATA_SUFFIXES)]
+    stored = file_sizes(folder, skip_forbidden=True) if data else {}  # one request to a store, for all files
     for name in data:
         checked_name(name, folder)
-        path = folder / name
-        if path.exists() and path.stat().st_size != sizes[name]:
-            return f"{name} has {path.stat().st_size} bytes, and had {sizes[name]}"
-    others = [path.name for suffix in _DATA_SUFFIXES for path in folder.glob(f"*{suffix}") if path.name not in sizes]
-    return f"{sorted(others)[0]} is not one of its files" if data and others else ""
+        if stored.get(name, sizes[name]) != sizes[name]:
+            return f"{name} has {stored[name]} bytes, and had {sizes[name]}"
+    others = [name for name in stored if "/" not in name and name.endswith(_DATA_SUFFIXES) and name not in sizes]
+    return f"{min(others)} is not one of its files" if others else ""
 
 
 def _changed(folder: Path, stored: Mapping[str, str], digest: Callable[[str], str]) -> Iterator[ChangedFile]:

@@ -9,6 +9,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, cast
 
@@ -20,8 +21,10 @@ from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
 from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.store_path import StoreFile, StorePath
 
-BLOCK_BYTES = 4 << 20
-_KEPT_BLOCKS = 32
+BLOCK_BYTES = 1 << 20
+"""Smaller ranges come from blocks of this size. The header of an array, too, costs a whole block."""
+_PART_BYTES = 4 << 20
+_KEPT_BLOCKS = 64
 _JOURNAL = "journal"
 _CLAIM = "claim"
 
@@ -38,7 +41,7 @@ class RemoteFolderReader(FolderReader):
         super().__init__(cast("Path", folder))
         self._store_folder = folder
         self._sizes: dict[str, int] = {}
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._guard = threading.Lock()
 
     @override
@@ -61,7 +64,7 @@ class RemoteFolderReader(FolderReader):
             raise cut_short(self.folder / file, self.size(file), end)
         if len(buffer) >= BLOCK_BYTES:
             done = 0
-            for part in self._path(file).read_range(offset, end, BLOCK_BYTES):
+            for part in self._path(file).read_range(offset, end, _PART_BYTES):
                 buffer[done : done + len(part)] = part
                 done += len(part)
         else:
@@ -95,18 +98,31 @@ class RemoteFolderReader(FolderReader):
         return self._store_folder / checked_name(file, self.folder)
 
     def _block(self, file: str, number: int) -> bytes:
+        """Return a block; threads that need the same one wait for one request."""
+        key = file, number
         with self._guard:
-            cached = self._blocks.get((file, number))
-            if cached is not None:
-                self._blocks.move_to_end((file, number))
-                return cached
+            block = self._blocks.get(key)
+            is_requested = block is not None
+            if block is None:
+                block = self._blocks[key] = Future()
+                if len(self._blocks) > _KEPT_BLOCKS:
+                    self._blocks.popitem(last=False)
+            self._blocks.move_to_end(key)
+        if not is_requested:
+            self._request(key, block)
+        return block.result()
+
+    def _request(self, key: tuple[str, int], block: Future[bytes]) -> None:
+        file, number = key
         begin = number * BLOCK_BYTES
-        (block,) = self._path(file).read_range(begin, min(begin + BLOCK_BYTES, self.size(file)), BLOCK_BYTES)
-        with self._guard:
-            self._blocks[file, number] = block
-            while len(self._blocks) > _KEPT_BLOCKS:
-                self._blocks.popitem(last=False)
-        return block
+        try:
+            (data,) = self._path(file).read_range(begin, min(begin + BLOCK_BYTES, self.size(file)), BLOCK_BYTES)
+        except BaseException as error:  # noqa: BLE001 - an interrupt, too, must not leave other threads waiting
+            with self._guard:
+                self._blocks.pop(key, None)
+            block.set_exception(error)
+        else:
+            block.set_result(data)
 
 
 class Upload:
@@ -213,7 +229,7 @@ class Upload:
         return {name: size for name, (size, _) in self._finished.items()}
 
     def put(self, local: Path, name: str) -> None:
-        """Upload a file, and record it in the journal.
+        """Upload a file, and record it in the journal. Several threads may each upload one.
 
         Raises:
             DestinationError: the store cannot be written, or another conversion has claimed the destination.
@@ -221,8 +237,10 @@ class Upload:
         self.check_claim()
         with self._reporting_destination():
             self._path(name).upload(local)
-            with local.open("rb") as stream, self._guard:
-                self._finished[name] = _size_and_crc(stream)
+            with local.open("rb") as stream:
+                size_and_crc = _size_and_crc(stream)
+            with self._guard:
+                self._finished[name] = size_and_crc
                 self._journal.write_text(json.dumps(self._finished))
 
     def withdraw(self, names: Iterable[str]) -> None:
@@ -288,7 +306,7 @@ class Upload:
 def _size_and_crc(stream: IO[bytes] | StoreFile) -> list[int]:
     size = 0
     crc = 0
-    while block := stream.read(BLOCK_BYTES):
+    while block := stream.read(_PART_BYTES):
         size = size + len(block)
         crc = crc32(block, crc)
     return [size, crc]

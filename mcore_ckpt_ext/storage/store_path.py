@@ -18,6 +18,7 @@ from typing import Any
 from typing_extensions import Buffer, override
 
 from mcore_ckpt_ext.errors import StorageError, UnsupportedCheckpointError
+from mcore_ckpt_ext.storage.multipart import upload_options
 from mcore_ckpt_ext.storage.store_errors import raise_unless_missing, translate_errors
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
@@ -282,9 +283,10 @@ class StorePath:
         self.write_bytes(text.encode("utf-8", "surrogateescape"))
 
     def upload(self, local: Path) -> None:
-        """Write a file with the content of a local one."""
+        """Write a file with the content of a local one, in bounded memory; see `multipart`."""
         with translate_errors(self, "written"):
-            self.files.put_file(str(local), self.key)
+            options = upload_options(self.files.put_file, local.stat().st_size)
+            self.files.put_file(str(local), self.key, **options)
 
     def make_folder(self) -> None:
         """Create the folder and those that contain it, in stores that have folders."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import numpy
 import pytest
 
 from mcore_ckpt_ext.errors import StorageError, UnreadableCheckpointError
+from mcore_ckpt_ext.planning.write_plan import Record
 from mcore_ckpt_ext.storage import direct_reads
 from mcore_ckpt_ext.storage.direct_reads import WORTH
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.folder import Folder
+from mcore_ckpt_ext.writing import RecordWriter
 
 SIZE = (9 << 20) + 4_321
 
@@ -170,3 +174,18 @@ def test_both_readers_of_a_folder_keep_few_files_open(tmp_path: Path) -> None:
             assert past.read(name, 0, WORTH) == bytes(WORTH)
         assert open_files() - before <= 256
     assert open_files() == before
+
+
+def test_a_resumed_conversion_confirms_what_it_wrote_past_the_cache(
+    folder: Path, data: bytes, direct_bytes: list[int]
+) -> None:
+    record = Record("file", 8, "int32", (SIZE - 8) // 4, ())
+    crc = zlib.crc32(data[8 : 8 + record.nbytes])
+    with Folder.at(folder) as opened:
+        writer = RecordWriter(opened, lambda *_: None, 1, block_bytes=4 << 20)
+        assert writer.confirm(record, crc)
+        assert not writer.confirm(record, crc ^ 1)
+        assert sum(direct_bytes) > 2 * 8 << 20
+        descriptor = opened.open("file", os.O_RDONLY)
+        assert not direct_reads._is_cached(descriptor, 2 << 20)
+        os.close(descriptor)
