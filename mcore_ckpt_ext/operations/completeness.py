@@ -165,9 +165,12 @@ def check_index(
         by_file[stored.file].append((stored.offset, stored.length, key))
     findings = []
     unreadable = set()
+    sizes = reader.sizes()
     for file, records in sorted(by_file.items()):
         records.sort()
-        if not _is_intact(reader, file, records) and (damage := list(_damage(reader, file, records, is_read))):
+        if _is_intact(reader, sizes.get(file), file, records):
+            continue
+        if damage := list(_damage(reader, file, records, is_read)):
             findings += damage
             unreadable.add(file)
     folder = reader.folder
@@ -196,12 +199,13 @@ def _check_objects(where: str, keys: Iterable[str]) -> Iterator[Finding]:
             yield error(COMPLETE, where, f"{key} has {counted(len(offsets), 'shard')} of {prod(sizes):,}")
 
 
-def _is_intact(reader: FolderReader, file: str, records: Sequence[tuple[int, int, str]]) -> bool:
+def _is_intact(reader: FolderReader, size: int | None, file: str, records: Sequence[tuple[int, int, str]]) -> bool:
     """Return whether a file has all of its records, which are in their order in it: offset, length, key."""
-    try:
-        size = reader.size(file)
-    except UnreadableCheckpointError:
-        return False
+    if size is None:
+        try:
+            size = reader.size(file)
+        except UnreadableCheckpointError:
+            return False
     offsets, lengths, _ = zip(*records, strict=True)
     ends = list(map(add, offsets, lengths))
     return min(offsets[0], *lengths) >= 0 and ends[-1] <= size and not any(map(lt, offsets[1:], ends))

@@ -44,6 +44,22 @@ def open_file(folder: Path, name: str) -> int:
         return descriptor
 
 
+def readable_sizes(folder: Path) -> dict[str, int]:
+    """Return the size in bytes of each regular file in a local folder that this process may read, by its name.
+
+    No file is opened, which is a request of its own for each on a network's file system. Links are left out.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    sizes = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False) and os.access(entry.path, os.R_OK):
+                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    return sizes
+
+
 def _resolved(folder: Path, path: str) -> str:
     """Return the regular file to which a path leads, through links within the folder."""
     real = Path(os.path.realpath(path))

@@ -11,10 +11,11 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unreadable_file
-from mcore_ckpt_ext.storage.checked_files import open_file
+from mcore_ckpt_ext.storage.checked_files import open_file, readable_sizes
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.direct_reads import WORTH, DirectReads, open_direct
 
@@ -103,6 +104,12 @@ class FolderReader:
             StorageError: the file cannot be opened.
         """
         return os.fstat(self._descriptor(file).number).st_size
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of files in bytes that are known without opening each: `size` opens the others."""
+        with suppress(OSError):
+            return readable_sizes(self.folder)
+        return {}
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) from `offset` of `file`.

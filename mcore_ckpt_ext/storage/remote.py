@@ -58,6 +58,12 @@ class RemoteFolderReader(FolderReader):
         return self._sizes[file]
 
     @override
+    def sizes(self) -> dict[str, int]:
+        with contextlib.suppress(OSError):  # `size` reports it
+            self._sizes.update({name: status.st_size for name, status in self._store_folder.files_below().items()})
+        return self._sizes
+
+    @override
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         end = offset + len(buffer)
         if end > self.size(file):

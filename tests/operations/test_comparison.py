@@ -204,9 +204,10 @@ def test_the_schema_is_stable(damaged: Fixture) -> None:
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 700))
     document = json.loads(json.dumps(asdict(compare(damaged.run, fixture_named("p01").run)), allow_nan=False))
     assert set(document) == {
-        "schema", "a", "b", "equal", "tensors_equal", "settings_equal", "kinds", "settings", "facts", *BESIDE,
+        "schema", "a", "b", "options", "equal", "tensors_equal", "settings_equal", "kinds", "settings", "facts",
+        *BESIDE,
     }  # fmt: skip
-    assert document["schema"] == 5
+    assert document["schema"] == 6
     assert set(document["settings"][0]) == {"name", "a", "b", "equal"}
     kind = document["kinds"][0]
     assert set(kind) == {"kind", "compared", "elements", "only_in_a", "only_in_b", "different"}

@@ -19,6 +19,7 @@ from mcore_ckpt_ext import Legacy, TorchDist
 from mcore_ckpt_ext.communicator import ONE_PROCESS
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.operations import integrity, verification
+from mcore_ckpt_ext.operations.options import VerificationOptions
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
@@ -211,17 +212,18 @@ def test_a_damaged_record_next_to_the_elements_is_found(stored: Stored) -> None:
     assert checksums.verified == set()
 
 
+def _verification_of(checkpoint: mcore_ckpt_ext.Checkpoint) -> verification._Run:
+    """A verification by one thread of a checkpoint that is open, whose reader counts."""
+    stored = FolderIndex(checkpoint.files.folder)
+    stored.checkpoint = checkpoint
+    return verification._Run(stored, VerificationOptions(), Workers(ONE_PROCESS, 1), lambda done, total: None)
+
+
 def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     folder = mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", TorchDist()).destination
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
-    run = verification._Run(
-        FolderIndex(checkpoint.files.folder),
-        False,
-        Workers(ONE_PROCESS, 1),
-        lambda done, total: None,
-        lambda: checkpoint,
-    )
+    run = _verification_of(checkpoint)
     compared: list[str] = []
     monkeypatch.setattr(
         integrity, "check_archives", lambda of, archives, *_: (compared.extend(file for file, *_ in archives) or [], 0)
@@ -236,13 +238,7 @@ def test_verify_reads_large_files_of_many_tensors_once(name: str, monkeypatch: p
     """Headers and pickles, a third of so small a checkpoint, are read more often."""
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
-    run = verification._Run(
-        FolderIndex(checkpoint.files.folder),
-        False,
-        Workers(ONE_PROCESS, 1),
-        lambda done, total: None,
-        lambda: checkpoint,
-    )
+    run = _verification_of(checkpoint)
     run.verify_or_note()
     assert [finding for finding in run.results.findings if finding.severity == "error"] == []
     assert checkpoint.files.reader.bytes_read < 1.6 * sum(
