@@ -37,7 +37,8 @@ def _scalar_of(module: str) -> Callable[..., Any]:
     def scalar(*arguments: Any) -> Any:
         return _SCALAR(*arguments)
 
-    scalar.__module__, scalar.__qualname__ = module, scalar.__name__
+    scalar.__module__ = module
+    scalar.__qualname__ = scalar.__name__
     return scalar
 
 

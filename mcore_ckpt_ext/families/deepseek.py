@@ -61,7 +61,8 @@ def _rope() -> Setting:
         if arguments.rope_type != "rope":
             scaling = {"rope_type": "yarn", **{key: arguments.value(ours) for key, ours in _YARN.items()}}
             if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # transformers uses both, or neither
-                mscale, all_dim = scaling.pop("mscale"), scaling["mscale_all_dim"]
+                mscale = scaling.pop("mscale")
+                all_dim = scaling["mscale_all_dim"]
                 scaling["attention_factor"] = concentration(float(scaling["factor"]), mscale, all_dim)
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling}
 
@@ -155,7 +156,8 @@ def listed_dense_first(absent: int, *, counts: bool = True) -> Setting:
     """
 
     def pattern_of(config: Config) -> list[int]:
-        layers, first = config["num_hidden_layers"], config.get(COUNT_OF_DENSE, absent)
+        layers = config["num_hidden_layers"]
+        first = config.get(COUNT_OF_DENSE, absent)
         pattern = [int(layer >= first) for layer in range(layers)]
         listed = [SPARSE if is_sparse else DENSE for is_sparse in pattern]
         kinds = config.get(KINDS_OF_LAYERS) or (listed if counts else [DENSE] * absent + [SPARSE] * (layers - absent))
@@ -174,7 +176,8 @@ def dense_first(absent: int) -> Setting:
         return {COUNT_OF_DENSE: pattern.index(True) if any(pattern) else len(pattern), "moe_layer_freq": 1}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        first, step = config.get(COUNT_OF_DENSE, absent), config.get("moe_layer_freq", 1)
+        first = config.get(COUNT_OF_DENSE, absent)
+        step = config.get("moe_layer_freq", 1)
         layers = range(config["num_hidden_layers"])
         pattern = [int(layer >= first and layer % step == 0) for layer in layers]
         return {"moe_layer_freq": 1 if all(pattern) else pattern}
@@ -258,7 +261,8 @@ def normalized_sigmoids(chosen: int, key: str = "norm_topk_prob", *, absent: boo
     """
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        is_normalized, several = config.get(key, absent), config.get("num_experts_per_tok", chosen) > 1
+        is_normalized = config.get(key, absent)
+        several = config.get("num_experts_per_tok", chosen) > 1
         if is_normalized != several:
             raise unrepresentable(key, is_normalized, f"{several}: Megatron normalizes the weights of several experts")
         return {}

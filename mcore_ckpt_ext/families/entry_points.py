@@ -122,7 +122,8 @@ class _AttributedFamily(Family):
         get_attribute = super().__getattribute__
         if name in ("_family", "_registered", "_attributed") or name.startswith("__"):
             return get_attribute(name)
-        family, attributed = get_attribute("_family"), get_attribute("_attributed")
+        family = get_attribute("_family")
+        attributed = get_attribute("_attributed")
         member = attributed(lambda: getattr(family, name))
         return member if not callable(member) else lambda *values, **named: attributed(lambda: member(*values, **named))
 

@@ -51,7 +51,8 @@ def _windows() -> Setting:
         }
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        layers, skipped = range(arguments.num_layers), arguments.no_rope_freq
+        layers = range(arguments.num_layers)
+        skipped = arguments.no_rope_freq
         if isinstance(skipped, int):
             skipped = [int((layer + 1) % skipped == 0) for layer in layers]
         sees = layers_with_window(arguments.window_size, arguments.window_attn_skip_freq, arguments.num_layers)

@@ -61,7 +61,8 @@ def pieces_by_parts(*names: str) -> Any:
     """Return a function for the rows of the named parts, one part after the other."""
 
     def pieces(arguments: ModelArguments) -> list[Piece]:
-        sizes, heads = _sizes(arguments), arguments.linear_num_key_heads
+        sizes = _sizes(arguments)
+        heads = arguments.linear_num_key_heads
         return [(f".{name}", 0, heads * sizes[name]) for name in names]
 
     return pieces
@@ -106,7 +107,8 @@ def _layers() -> Setting:
         return {"layer_types": [_LINEAR if is_linear(arguments, layer) else _FULL for layer in layers]}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        layers, interval = range(config["num_hidden_layers"]), config.get("full_attention_interval") or 4
+        layers = range(config["num_hidden_layers"])
+        interval = config.get("full_attention_interval") or 4
         usual = [(layer + 1) % interval != 0 for layer in layers]
         kinds = config.get("layer_types")
         linear_layers = usual if kinds is None else [kind == _LINEAR for kind in kinds]

@@ -48,7 +48,8 @@ def _rope() -> Setting:
         else:  # until transformers 4
             local = rope_parameters({"rope_theta": config.get("rope_local_base_freq", 10000.0)})
             global_parameters = rope_parameters(config, 1000000.0)
-        kind, factor = global_parameters["rope_type"], global_parameters.get("factor")
+        kind = global_parameters["rope_type"]
+        factor = global_parameters.get("factor")
         if local["rope_type"] != "default" or kind not in ("default", "linear"):
             raise unrepresentable(
                 "rope_parameters", f"{local['rope_type']} and {kind}", "default, and default or linear"

@@ -115,7 +115,8 @@ def _shared_indexers() -> Setting:
     """Return the setting of layers that reuse the tokens of an earlier layer's indexer."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        frequency, layers = arguments.dsa_indexer_topk_freq, range(arguments.num_layers)
+        frequency = arguments.dsa_indexer_topk_freq
+        layers = range(arguments.num_layers)
         if frequency == 1:
             return {_FREQUENCY: 1}
         return {

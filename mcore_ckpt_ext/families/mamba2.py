@@ -48,7 +48,8 @@ def _expand() -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         width = config.get("num_heads", _HEADS) * config.get("head_dim", _HEAD)
-        hidden, factor = config.get("hidden_size", _HIDDEN), config.get("expand", 2)
+        hidden = config.get("hidden_size", _HIDDEN)
+        factor = config.get("expand", 2)
         if width != hidden * factor:
             raise contradictory("expand", factor, f"heads of {counted(width, 'element')} for {hidden}")
         return {}

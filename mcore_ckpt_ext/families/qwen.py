@@ -36,7 +36,9 @@ def _width() -> Setting:
 
 def _heads() -> Setting:
     def to_arguments(config: Config) -> dict[str, Any]:
-        width, heads, hidden = config.get(_HEAD, 128), config["num_attention_heads"], config["hidden_size"]
+        width = config.get(_HEAD, 128)
+        heads = config["num_attention_heads"]
+        hidden = config["hidden_size"]
         if width * heads != hidden:
             raise contradictory(_HEAD, width, f"{hidden} of hidden_size for {counted(heads, 'head')}")
         return {"kv_channels": width, "group_query_attention": False, "num_query_groups": heads}

@@ -27,7 +27,8 @@ def expert_layers() -> Setting:
         }
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+        step = config.get("decoder_sparse_step", 1)
+        plain = config.get("mlp_only_layers") or []
         layers = range(config["num_hidden_layers"])
         plain = {layer for layer in plain if type(layer) is int and layer in layers}
         pattern = [int((layer + 1) % step == 0 and layer not in plain) for layer in layers]

@@ -165,7 +165,8 @@ class Rope(Setting):
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
         parameters = self._parameters(config)
-        kind, part = parameters["rope_type"], parameters.get(_PART, self.partial or 1.0)
+        kind = parameters["rope_type"]
+        part = parameters.get(_PART, self.partial or 1.0)
         if part != 1.0 and (self.partial is None or kind != "default"):
             raise unrepresentable(_PART, part, "1.0")
         return {

@@ -57,7 +57,8 @@ class Mapped(Setting):
     default: Any = None
 
     def __post_init__(self) -> None:
-        self.keys, self.expresses = (self.key,), (self.argument,)
+        self.keys = (self.key,)
+        self.expresses = (self.argument,)
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -134,7 +135,8 @@ class Constant(Setting):
     needed: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        self.keys, self.expresses = (self.key,), self.needed.keys()
+        self.keys = (self.key,)
+        self.expresses = self.needed.keys()
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -248,7 +250,8 @@ class Custom(Setting):
     expressed: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.keys, self.expresses = self.explained, self.expressed
+        self.keys = self.explained
+        self.expresses = self.expressed
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:

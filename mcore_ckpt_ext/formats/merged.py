@@ -63,7 +63,8 @@ def merged_view(
     are_together = base.files.folder.resolve() == adapters.files.folder.resolve()
     if not are_together:
         _check_separate_folders(base, adapters)
-    view, where = without_optimizer(base), adapters.model.weights()
+    view = without_optimizer(base)
+    where = adapters.model.weights()
     if not are_together:
         reader = OverlayReader(base.files.reader, adapters.files.reader)
         where = relocated(where, reader.name_of)

@@ -256,7 +256,8 @@ class FormatReader(FormatTraits, ABC):
 
     def models(self) -> LocalModels:
         """Return the local parameters of the ranks that wrote the checkpoint."""
-        weights, stored = self.weights, {}
+        weights = self.weights
+        stored = {}
         for name in weights.names():
             tensor = weights.logical_tensor(WEIGHT, name)
             if tensor is not None:
@@ -321,7 +322,8 @@ class FormatReader(FormatTraits, ABC):
     @cached_property
     def found_sidecar(self) -> FoundSidecar:
         """The sidecar, or its problem."""
-        arguments, iteration = None, None
+        arguments = None
+        iteration = None
         with suppress(ContentError):  # reported by the code that uses the common state
             iteration = self.common.get("iteration")
             stored = stored_arguments(self.common)

@@ -33,7 +33,8 @@ class Combinations:
 
     def dense_layouts(self) -> Iterator[ParallelLayout]:
         """Yield combinations of TP, PP and CP whose product divides the number of GPUs."""
-        gpus, pins = self._gpus, self._pins
+        gpus = self._gpus
+        pins = self._pins
         # If pins make this impossible, combinations are evaluated nevertheless, to report the violated rule.
         can_divide = gpus % prod(pins.get(name, 1) for name in ("tensor", "pipeline", "context")) == 0
         pipelines = [size for size in self._divisors if size <= self._layers + 2]

@@ -83,7 +83,8 @@ def pack(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high_b
         shard = int(np.argmin(ends))
         if by_computation and (fits := starts + elements[index] <= most).any():
             shard = int(np.argmin(np.where(fits, done, np.iinfo(np.int64).max)))
-        shard_of[index], ends[shard] = shard, starts[shard] + elements[index]
+        shard_of[index] = shard
+        ends[shard] = starts[shard] + elements[index]
         done[shard] += cost[index]
     divisor = lcm(PARAMETER_ALIGNMENT, bucket_alignment(ranks, high_bandwidth) // ranks)
     return Packing(shard_of, align(int(np.max(ends)), divisor))

@@ -41,7 +41,8 @@ class MapBuilder:
     def __init__(self, shape: Sequence[int]) -> None:
         self._height = shape[0] if len(shape) > 1 else 1
         self._width = max(1, prod(shape[1:]) if len(shape) > 1 else prod(shape))
-        self.rows, self.columns = max(1, min(self._height, MOST_ROWS)), min(self._width, MOST_COLUMNS)
+        self.rows = max(1, min(self._height, MOST_ROWS))
+        self.columns = min(self._width, MOST_COLUMNS)
         self._different = torch.zeros(self.rows * self.columns, dtype=torch.int64)
         self._largest = torch.zeros(self.rows * self.columns, dtype=torch.float64)
 

@@ -122,12 +122,14 @@ def table_of_arguments(job: JobArguments) -> ModelTable:
     Norms, biases, routers and convolutions are left out: they are small, and Megatron divides none of them in a way
     that the others do not require. The rows of the vocabulary are unknown without a tokenizer.
     """
-    sizes, states = ModelSizes.of(job), state_bytes(job)
+    sizes = ModelSizes.of(job)
+    states = state_bytes(job)
     layers = job.num_layers or len(sizes.layers)
     parameters = []
 
     def add(place: int, name: str, shape: tuple[int, int], cut: Cut | None, expert: int | None = None) -> None:
-        is_vocabulary, shared = name == "word_embeddings", bool(job.use_distributed_optimizer)
+        is_vocabulary = name == "word_embeddings"
+        shared = bool(job.use_distributed_optimizer)
         parameters.append(Parameter(name, shape, 2, place, cut, expert, is_vocabulary, states, 0, shared))
 
     rows = job.tokens or number_of(job, "padded_vocab_size", 0)

@@ -260,7 +260,8 @@ def _overlap_of_intervals(
         common = [(max(low, begins[at]), min(high, ends[at])) for at in range(left, right)]
         rest = [(begins[left], common[0][0]), (common[-1][1], ends[right - 1])]
         rest = [interval for interval in rest if interval[0] < interval[1]]
-        begins[left:right], ends[left:right] = [a for a, _ in rest], [b for _, b in rest]
+        begins[left:right] = [a for a, _ in rest]
+        ends[left:right] = [b for _, b in rest]
         starts = numpy.array([a for a, _ in common], dtype=numpy.int64)
         lengths = numpy.array([b - a for a, b in common], dtype=numpy.int64)
         served.append((index, fold(starts - low + source.base, starts - first + target.base, lengths)))

@@ -139,7 +139,8 @@ def _engine(machine: Machine) -> Iterator[Job]:
 def _jobs_in_fp8(
     machine: Machine, model: str, recipe: str, possible: Sequence[ParallelLayout], why_not: str
 ) -> Iterator[Job]:
-    source, form = _source(possible), "e4m3" if recipe == "blockwise" else "hybrid"
+    source = _source(possible)
+    form = "e4m3" if recipe == "blockwise" else "hybrid"
     flags = ("--fp8-format", form, "--fp8-recipe", recipe)
     skipped = machine.no_engine or why_not
     save = _saving(machine, model, source, flags, check="save", skipped=skipped)

@@ -87,7 +87,8 @@ class CheckedUnpickler(pickle._Unpickler):
             UnsafePickleError: the pickle calls what no checkpoint calls.
             Exception: the pickle is damaged.
         """
-        self.read, self.readline = self._stream.read, self._stream.readline
+        self.read = self._stream.read
+        self.readline = self._stream.readline
         self.stack = []
         self.metastack: list[list[Any]] = []
         self.append = self.stack.append

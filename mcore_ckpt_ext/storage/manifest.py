@@ -21,7 +21,8 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, shorten
 from mcore_ckpt_ext.storage.json_text import parse_json
 
 _HEAD = "# mcore_ckpt_ext manifest 1"
-_TENSOR, _END = "# tensor ", "# end: "
+_TENSOR = "# tensor "
+_END = "# end: "
 _FILE = re.compile(r"^(\\?)([0-9a-f]{64}) [ *](.+)$", re.ASCII)
 _DIGEST = re.compile(r"^[0-9a-f]{64}$", re.ASCII)
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}

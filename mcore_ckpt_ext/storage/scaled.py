@@ -72,7 +72,9 @@ def _scale_one_row(
 
 def _whole_rows(matrix: QuantizedMatrix, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Decode whole rows in place, band by band: every further pass over them costs as much as reading."""
-    (height, width), columns, across = matrix.block, matrix.columns, _blocks_across(matrix)
+    height, width = matrix.block
+    columns = matrix.columns
+    across = _blocks_across(matrix)
     first = row // height
     last = -(-(row + rows) // height)
     grid = _factors(matrix, scales(first * across, (last - first) * across)).view(-1, across)

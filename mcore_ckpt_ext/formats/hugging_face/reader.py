@@ -50,7 +50,8 @@ from mcore_ckpt_ext.storage.budget import Budget
 NAME = "hf"
 _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
-_ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # least size of a tensor's entry in a header; cost of creating a region
+_ENTRY_BYTES = 60  # least size of a tensor's entry in a header
+_STEPS_A_REGION = 16  # cost of creating a region
 
 
 class HuggingFaceCheckpoint(WeightsAlone):
@@ -103,8 +104,11 @@ class HuggingFaceCheckpoint(WeightsAlone):
         super().__init__(folder, order_sources)
         self._below = below
         described = described_model(folder / below, family, transformer_impl)
-        self.config, self.family, self.whole = described.config, described.family, described.whole
-        self.whole_config, self._neutral = described.whole_config, described.neutral
+        self.config = described.config
+        self.family = described.family
+        self.whole = described.whole
+        self.whole_config = described.whole_config
+        self._neutral = described.neutral
         self.model = described.arguments
         self._vision: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
@@ -117,7 +121,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
             stored = {ours: self._transposed(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantized(stored, self.config, folder / below)
         held = self.family.mtp_layers(stored, self.model)
-        self._holds_no_mtp, layers = not held, held if mtp else 0
+        self._holds_no_mtp = not held
+        layers = held if mtp else 0
         self.model = self.model.replace(mtp_num_layers=layers or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
@@ -147,7 +152,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
-        layers, experts = self.model.num_layers, self.model.num_experts or 1
+        layers = self.model.num_layers
+        experts = self.model.num_experts or 1
         if layers > len(stored):
             raise UnreadableCheckpointError(
                 "config.json describes more layers than the folder can contain",

@@ -70,7 +70,8 @@ from mcore_ckpt_ext.storage.safetensors import Declared
 _OF_PRETRAIN_GPT = "use_checkpoint_args"
 _SHOWN = 6
 _DTYPE = ("torch_dtype", "dtype")
-_BLOCK, _SCALES = 128, "_scale_inv"
+_BLOCK = 128
+_SCALES = "_scale_inv"
 _FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
 }  # fmt: skip
@@ -103,9 +104,9 @@ class HuggingFaceTarget:
         model = complete(with_passed(checkpoint.job.arguments(), passed, self._where))
         self._replaced = replaced_values(checkpoint.job.arguments(), passed)
         self._check_ignored(model, passed)
-        arguments = model.replace(vocab_size=self._vocabulary())
+        model = model.replace(vocab_size=self._vocabulary())
         once = (text_config(config) or config).get("model_type")
-        self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
+        self.fit: Fit = family_of_megatron(model, names, family, once, self._where)
         if lost := unwritten(self.fit.family, self.fit.arguments):
             raise UnsupportedCheckpointError(
                 f"config.json of {with_indefinite_article(self.fit.family.name)} cannot describe the job's model",
@@ -216,21 +217,21 @@ class HuggingFaceTarget:
         Returns:
             The configuration, the token keys without a value, and whether it is a published configuration.
         """
-        family, arguments = self.fit.family, self.fit.arguments
+        family = self.fit.family
         stored = json_of(self.auxiliary_files, CONFIG)
         if self._vision_tensors:
-            whole = checked_whole(stored, family, arguments, self._checkpoint)
+            whole = checked_whole(stored, family, self.fit.arguments, self._checkpoint)
             inside = {**(whole.get("text_config") or {}), **whole}
             return whole, [key for key in TOKENS if key not in inside], False
         text = text_config(stored)
         stored = {**text, "architectures": [family.architecture]} if text else stored
         if stored.get("model_type") == family.model_type:
-            if (updated := family.updated_config(stored, arguments)) is not None:
+            if (updated := family.updated_config(stored, self.fit.arguments)) is not None:
                 return updated, [], True
             kept = family.kept(stored)
         else:  # the tokenizer may come from a model of another family, then only its token keys apply
             kept = {key: stored[key] for key in TOKENS if key in stored}
-        config = {**kept, **family.config(arguments)}
+        config = {**kept, **family.config(self.fit.arguments)}
         return config, [key for key in TOKENS if key not in config], False
 
     def _vocabulary(self) -> int:
@@ -308,7 +309,8 @@ class HuggingFaceTarget:
             yield WrittenTensor(Declared(name + _SCALES, grid, "float32") if scales else codes, (), matrix)
 
     def _laid_out(self, tensor: HuggingFaceTensor) -> WrittenTensor:
-        placed, start = [], 0
+        placed = []
+        start = 0
         dtypes = set()
         for name, regions in groupby(tensor.regions, key=lambda region: region.name):
             kind = FP32_PARAM if name in self._masters else WEIGHT
@@ -342,8 +344,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
         written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
         return as_text_model(with_vision_tower(written)) if layout.has_vision else written
 
-    taken = {
-        name: content for name, content in layout.auxiliary_files.items() if name not in (CONFIG, GENERATION_CONFIG)
-    }
+    files = layout.auxiliary_files
+    taken = {name: content for name, content in files.items() if name not in (CONFIG, GENERATION_CONFIG)}
     output = with_notes(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return OutputPlan(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)

@@ -275,7 +275,8 @@ class RankFolders:
             state = archive.load()
             if not isinstance(state, dict):
                 raise UnreadableCheckpointError("a rank's state is not a dict", found=type(state).__name__, where=file)
-            self._states[folder], self._contents[folder] = state, archive.storage_checksums
+            self._states[folder] = state
+            self._contents[folder] = archive.storage_checksums
         return self._states[folder]
 
 

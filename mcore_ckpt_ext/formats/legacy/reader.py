@@ -315,12 +315,12 @@ class LegacyCheckpoint(FormatReader):
         state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
         tensor_size = self.view.job.layout.tensor
         for buffers in self._buffers:
-            rank, place = buffers.rank, buffers.place
+            rank = buffers.rank
             for child, content in enumerate(buffers.children):
                 if content is not None:
                     experts = self.has_expert_optimizer and child == self._children - 1
                     index = self._expert_index(rank) if experts else rank.tensor + tensor_size * rank.pipeline
-                    state[child, index] = buffer_arrays(content, place, place.file)
+                    state[child, index] = buffer_arrays(content, buffers.place, buffers.place.file)
         return state
 
     def _rank_optimizers(self) -> list[RankOptimizers]:

@@ -167,19 +167,19 @@ class TorchDistTarget:
         for key, members in stacks.items():
             tensors = [named_tensor(self._checkpoint, kind, name) for _, name in members]
             counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
-            shape, dtype = tensors[0].shape, _common_dtype(tensors)
+            shape = tensors[0].shape
+            dtype = _common_dtype(tensors)
             whole = counts + shape
             reshaped = distributed and self._reshapes(whole)
-            chunks: list[Chunk] = []
-            for (index, _), tensor in zip(members, tensors, strict=True):
-                cut = _flat_chunk if reshaped else _chunks
-                chunks.extend(cut(kind, index, tensor))
+            cut = _flat_chunk if reshaped else _chunks
+            parts = zip(members, tensors, strict=True)
+            chunks = tuple(chunk for (index, _), tensor in parts for chunk in cut(kind, index, tensor))
             name = self._child_prefix(kind, key) + prefix + key
             if reshaped:
                 stored = counts + (1,) * len(shape) + (prod(shape),)
-                yield Array(name, stored, dtype, tuple(chunks), whole)
+                yield Array(name, stored, dtype, chunks, whole)
             else:
-                yield Array(name, whole, dtype, tuple(chunks))
+                yield Array(name, whole, dtype, chunks)
 
     def _reshapes(self, shape: tuple[int, ...]) -> bool:
         """Return whether that version stores an optimizer array of this shape reshaped (1-D: since 0.11)."""
@@ -236,8 +236,8 @@ class TorchDistTarget:
     def _common(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Return the common state as that version's `save_checkpoint` writes it."""
         source = self._checkpoint
-        common, arguments = dict(self._state.common), argparse.Namespace(**vars(self._state.common["args"]))
-        common["args"] = arguments
+        common = dict(self._state.common)
+        common["args"] = arguments = argparse.Namespace(**vars(self._state.common["args"]))
         if vocabulary_contradiction(source):
             arguments.padded_vocab_size = vocabulary_rows(source)
         arguments.ckpt_format = "torch_dist"
@@ -332,7 +332,8 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
     check_iteration(checkpoint, target)
     changes = parse_assignments(target.arguments)
     checkpoint = with_layer_form(checkpoint, changes)
-    version, expert = version_number(target.megatron_version), target.expert_model_parallel_size
+    version = version_number(target.megatron_version)
+    expert = target.expert_model_parallel_size
     has_expert_optimizer = checkpoint.optimizer.has_expert_optimizer() if expert is None else expert > 1
     written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
     of_bridge = checkpoint.format.reader.bridge_notices() if target.for_bridge else []
