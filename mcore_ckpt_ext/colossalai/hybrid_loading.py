@@ -21,14 +21,13 @@ _MODEL_UNTOUCHED = "the model is unchanged"
 _SHOWN = 4
 
 
-def load_optimizer(
-    checkpoint_io: Any, ranks: Ranks, optimizer: Any, groups: list[dict[str, Any]], states: Mapping[Any, State]
-) -> None:
+def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Load an optimizer's whole state, saved under any layout, after all ranks have checked it."""
+    groups: list[dict[str, Any]] = state_dict["param_groups"]
     live = optimizer.optim.param_groups
     ids = optimizer.param_info["param2id"]
     id_map = {ids[id(working(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
-    by_id = {int(key): state for key, state in states.items()}
+    by_id: dict[int, State] = {int(key): state for key, state in state_dict["state"].items()}
     local_digests: Digests = {}
 
     def inspect_here() -> str:

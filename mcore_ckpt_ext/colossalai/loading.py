@@ -21,8 +21,7 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
-from mcore_ckpt_ext.colossalai.stand_ins import StandIns
-from mcore_ckpt_ext.colossalai.state import NoFreedStorage, standing_in
+from mcore_ckpt_ext.colossalai.stand_ins import NoFreedStorage, StandIns, standing_in
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
@@ -79,16 +78,13 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
             _UNTOUCHED,
             own=_names_of_each_rank(zero, state_dict),
         )
-        accepted: list[_Accepted] = []
         are_outlines = content.comes_from_first and not zero.is_first
-
-        def accept() -> None:
-            accepted.append(_accepted(model, zero, content.outline, strict, are_outlines))
-
-        zero.ranks.agree(accept, "calling load_state_dict", _UNTOUCHED)
+        accepted = zero.ranks.agree_here(
+            lambda: _accepted(model, zero, content.outline, strict, are_outlines), "calling load_state_dict", _UNTOUCHED
+        )
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
-    return _write(accepted[0], content.comes_from_first, keeps_exact=has_exact_masters(model))
+    return _write(accepted, content.comes_from_first, keeps_exact=has_exact_masters(model))
 
 
 def write_master(
@@ -159,7 +155,7 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
 def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
     """Write the values; a rank that fails reports it when the ranks next meet, at the end at the latest."""
     zero = accepted.zero
-    fate = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
+    errors = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
 
     def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if tensor in zero.working:
@@ -168,11 +164,11 @@ def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> An
             tensor.copy_(tensor_parallel.slice_of(tensor, value.detach()))
 
     for tensor, given in accepted.tensors:
-        value = value_of_first(zero, given, fate) if comes_from_first else given
-        fate.attempt(partial(write, tensor, value))
+        value = value_of_first(zero, given, errors) if comes_from_first else given
+        errors.attempt(partial(write, tensor, value))
     for set_extra_state, state in accepted.extra_states:
-        fate.attempt(partial(set_extra_state, state))
-    fate.meet()
+        errors.attempt(partial(set_extra_state, state))
+    errors.raise_on_all()
     return accepted.answer
 
 

@@ -81,7 +81,7 @@ def same_content(
     return Agreed(content if zero.is_first else outline, comes_from_first=True)
 
 
-def value_of_first(zero: Wrapped, value: torch.Tensor, fate: GroupErrors) -> torch.Tensor:
+def value_of_first(zero: Wrapped, value: torch.Tensor, errors: GroupErrors) -> torch.Tensor:
     """Receive a tensor from rank 0 of the group; the others pass its outline, and all must call this.
 
     Raises:
@@ -92,8 +92,8 @@ def value_of_first(zero: Wrapped, value: torch.Tensor, fate: GroupErrors) -> tor
         made = torch.empty(value.shape, dtype=value.dtype, device=payload_device(zero.group))
         return made.copy_(value.detach()) if zero.is_first else made
 
-    sent: torch.Tensor = fate.attempt(sent_or_received)  # type: ignore[assignment]  # no rank has failed
-    fate.meet()
+    sent: torch.Tensor = errors.attempt(sent_or_received)  # type: ignore[assignment]  # no rank has failed
+    errors.raise_on_all()
     dist.broadcast(as_bytes(sent), src=zero.first_rank, group=zero.group)
     return sent
 
