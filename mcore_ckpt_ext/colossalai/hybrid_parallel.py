@@ -27,10 +27,10 @@ from torch import nn
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.files import read_by_all, read_optimizer_by_all, read_sharded_by_all, write_one
 from mcore_ckpt_ext.colossalai.gathering import pinned_copy
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, entries, joined, local_state, refuse_shape
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, entries, joined, local_state, refuse_shape
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
-from mcore_ckpt_ext.colossalai.optimizer import MASTER
+from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
 

@@ -262,7 +262,7 @@ def _fitting(
     groups = [{**group, "params": [ours[key] for key in group["params"]]} for group in groups]
     states = {ours[key]: dict(state) for key, state in states.items() if state}
     for key, state in states.items():
-        shape = zero.shape_of(real[key])
+        shape = tensor_parallel.whole_shape(real[key])
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != shape:
                 raise ModelMismatchError(
@@ -301,7 +301,7 @@ def _local_state(
     for name, value in state.items():
         if name == "step":
             local[name] = int(value)
-        elif isinstance(value, torch.Tensor) and value.shape == zero.shape_of(parameter):
+        elif isinstance(value, torch.Tensor) and value.shape == tensor_parallel.whole_shape(parameter):
             flat = tensor_parallel.slice_of(parameter, value, rows[name]).reshape(-1)[first:last]
             # Adam keeps its moments in the dtype of the stepped tensor (0.5.0, nn/optimizer/hybrid_adam.py:
             # zeros_like).

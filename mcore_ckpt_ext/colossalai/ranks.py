@@ -63,12 +63,6 @@ class Ranks(TorchRanks):
         """Return True on the first of the ranks, which need not be rank 0 of the job; all must call this."""
         return self.rank == min(self.by_rank(None))
 
-    def agree_here(self, work: Callable[[], Result], phase: str, consequence: str) -> Result:
-        """Do what `agree` does, but return only this rank's own result, which is not sent."""
-        kept: list[Result] = []
-        self.agree(lambda: kept.append(work()), phase, consequence)
-        return kept[0]
-
 
 class GroupErrors:
     """Collects a failure of one rank between two collectives, to raise it on all ranks.

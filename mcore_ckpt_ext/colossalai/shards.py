@@ -24,6 +24,7 @@ from mcore_ckpt_ext.colossalai.state import (
     parameter_values,
     precision_of,
 )
+from mcore_ckpt_ext.colossalai.tensor_parallel import whole_shape
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
@@ -45,7 +46,7 @@ def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
     """
     shapes: dict[torch.Tensor, torch.Tensor] = {}
     for parameter in zero.module.parameters():
-        empty = torch.empty(zero.shape_of(parameter), dtype=parameter.dtype, device="meta")
+        empty = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
         shapes[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in zero.module.buffers():
         shapes[buffer] = torch.empty_like(buffer, device="meta")
@@ -199,7 +200,7 @@ def _tensors(gather: Gather, keys: Keys, dtype: Precision) -> Iterator[tuple[lis
     zero = gather.zero
     for parameter, value in parameter_values(gather, dtype):
         if names := keys.tensors.pop(parameter, None):
-            yield names, value, zero.shape_of(parameter).numel() * dtype_of(zero, parameter, dtype).itemsize
+            yield names, value, whole_shape(parameter).numel() * dtype_of(zero, parameter, dtype).itemsize
     for buffer, names in keys.tensors.items():
         given = dtype_of(zero, buffer, dtype)
         value = gather.errors.attempt(partial(own_copy, buffer, given, gather.device)) if gather.receives else None

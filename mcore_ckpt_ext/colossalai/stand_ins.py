@@ -78,7 +78,8 @@ class StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         for parameter in zero.module.parameters():
             is_whole = parameter not in zero.working and not tensor_parallel.is_sharded(parameter)
             dtype = torch.float32 if parameter in zero.masters else parameter.dtype
-            made = nn.Parameter(self._made(zero.shape_of(parameter), dtype), requires_grad=parameter.requires_grad)
+            value = self._made(tensor_parallel.whole_shape(parameter), dtype)
+            made = nn.Parameter(value, requires_grad=parameter.requires_grad)
             self._add(parameter, _Record(made, zero.names[parameter], parameter if is_whole else None))
         for buffer in zero.module.buffers():
             self._add(buffer, _Record(self._made(buffer.shape, buffer.dtype), [], buffer))
