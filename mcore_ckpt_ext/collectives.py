@@ -236,6 +236,12 @@ class TorchRanks:
         """
         return list(self.agree_by_rank(work, phase, consequence).values())
 
+    def agree_here(self, work: Callable[[], Result], phase: str, consequence: str) -> Result:
+        """Do what `agree` does, but return only this rank's own result, which is not sent."""
+        kept: list[Result] = []
+        self.agree(lambda: kept.append(work()), phase, consequence)
+        return kept[0]
+
     def agree_by_rank(self, work: Callable[[], Result], phase: str, consequence: str) -> dict[int, Result]:
         """Do what `agree` does; return the results by rank in the job."""
         result: Result | None = None
@@ -263,9 +269,7 @@ def agreed(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_
 
 def agreed_here(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> Result:
     """Do what `agreed` does, but return only this rank's own result, which is not sent."""
-    kept: list[Result] = []
-    agreed(phase, lambda: kept.append(work()), consequence)
-    return kept[0]
+    return JOB.agree_here(work, phase, consequence)
 
 
 def attempt(work: Callable[[], object]) -> str | None:

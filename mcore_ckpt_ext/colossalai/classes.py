@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.colossalai.hybrid_parallel import HybridParallelCheckpointIOMethods, HybridParallelOptimizerMethods
 from mcore_ckpt_ext.colossalai.low_level_zero import LowLevelZeroCheckpointIOMethods, LowLevelZeroMethods
-from mcore_ckpt_ext.colossalai.methods import CheckpointIOMethods, OptimizerMethods, WrapperMethods, namespace
+from mcore_ckpt_ext.colossalai.methods import CheckpointIOMethods, OptimizerMethods, WrapperMethods
+from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods
 from mcore_ckpt_ext.errors import CheckpointError
 
 
@@ -23,7 +24,7 @@ class Target(NamedTuple):
     """
 
     locations: tuple[str, ...]
-    methods: type
+    methods: type[ReplacedMethods]
     own: tuple[str, ...]
     required: str | None = None
 
@@ -125,4 +126,4 @@ def strict_subclass(target: Target, name: str) -> Any:
         raise CheckpointError(f"this version of ColossalAI has no {target.locations[0].partition(':')[2]}")
     # If GeminiDDP exists, users construct it and not ZeroDDP.
     newest = getattr(import_module(base.__module__), "GeminiDDP", base) if target is WRAPPER else base
-    return type(name, (newest,), {**namespace(target.methods, newest), "__doc__": target.methods.__doc__})
+    return type(name, (newest,), {**target.methods.namespace(newest), "__doc__": target.methods.__doc__})

@@ -11,7 +11,7 @@ import codecs
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted
 from mcore_ckpt_ext.storage.atomic_files import flush
 
-NOT_WHOLE = "no new checkpoint is there"
+_NOT_WHOLE = "no new checkpoint is there"
+_UNTOUCHED = "nothing is written"
 _SCALAR: Any = np.float64(0).__reduce__()[0]
 
 
@@ -111,58 +112,69 @@ class Files:
         flush(self._folder)
 
 
-def write_shards(
-    files: Files, shards: Generator[tuple[Any, int]], name_of: Callable[[int], str]
-) -> tuple[dict[str, str], int]:
-    """Receive all shards on every rank, and write them on the writing rank.
+def write_sharded(
+    folder: Path,
+    names: tuple[str, str],
+    shards: Generator[tuple[Any, int]],
+    ranks: Ranks,
+    add_more: Callable[[Files], Mapping[str, Any]],
+) -> None:
+    """Receive all shards on every rank, and write them and their index on one.
 
     Args:
-        files: receives the shards.
-        shards: the shards; an error of writing is thrown into the generator, which reports it to the other ranks.
-        name_of: returns the file name of a shard, by its number.
-
-    Returns:
-        The file of each entry, and the total size in bytes.
+        folder: the folder; files of an older save that the index does not name are removed.
+        names: ColossalAI's base of the names of the shards, and the name of the index.
+        shards: the shards, each with its size in bytes; an error of writing is thrown into the generator, which reports
+            it to the other ranks.
+        ranks: the ranks that save.
+        add_more: adds further files, and returns further metadata for the index.
 
     Raises:
         ResumeRefusedError: on all ranks, if a file cannot be written.
     """
+    from colossalai.checkpoint_io.utils import clean_folder, get_shard_filename
+
+    base, index = names
     entries: dict[str, str] = {}
     total = 0
-    for place, (shard, size) in enumerate(shards):
-        total += size
-        try:
-            files.add(name_of(place), partial(write_tensors, shard))
-        except Exception as error:  # noqa: BLE001 - the generator raises it, on all ranks
-            shards.throw(error)
-        entries.update((str(key), name_of(place)) for key in shard)
-    return entries, total
+    with Files(folder, index, ranks.is_writer()) as files:
+        for place, (shard, size) in enumerate(shards):
+            name = get_shard_filename(base, place)
+            try:
+                files.add(name, partial(write_tensors, shard))
+            except Exception as error:  # noqa: BLE001 - the generator raises it, on all ranks
+                shards.throw(error)
+            entries.update((str(key), name) for key in shard)
+            total += size
+
+        def finish() -> None:
+            content = {"metadata": {**add_more(files), "total_size": total}, "weight_map": entries}
+            files.add(index, lambda path: path.write_text(json.dumps(content, indent=2) + "\n"))
+            files.publish()
+            if files.is_writer:
+                clean_folder(str(folder), base, list(entries.values()))
+
+        ranks.agree(finish, f"saving {index}", _NOT_WHOLE)
 
 
-def write_one(path: Path, state: Any, ranks: Ranks, is_writer: bool) -> None:
+def write_one(path: Path, state: Any, ranks: Ranks) -> None:
     """Write a state into one file.
 
     Args:
         path: the file; it is replaced atomically.
         state: tensors and plain values; ranks that do not write may pass anything.
         ranks: the ranks that save.
-        is_writer: True if this rank writes the file.
 
     Raises:
         ResumeRefusedError: on all ranks, if it cannot be written.
     """
-    with Files(path.parent, path.name, is_writer) as files:
+    with Files(path.parent, path.name, ranks.is_writer()) as files:
 
         def finish() -> None:
             files.add(path.name, partial(write_tensors, state))
             files.publish()
 
-        ranks.agree(finish, f"saving {path.name}", NOT_WHOLE)
-
-
-def write_index(metadata: Mapping[str, Any], entries: Mapping[str, str]) -> Callable[[Path], object]:
-    """Return a function that writes an index, in the format of Hugging Face and ColossalAI."""
-    return lambda path: path.write_text(json.dumps({"metadata": metadata, "weight_map": entries}, indent=2) + "\n")
+        ranks.agree(finish, f"saving {path.name}", _NOT_WHOLE)
 
 
 def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
@@ -176,20 +188,13 @@ def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
         torch.save(state, path)
 
 
-def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, Any]:
-    """Return all entries of some files; they are memory-mapped, and read when a value is needed.
+def read_by_all(ranks: Ranks, file: Path) -> dict[Any, Any]:
+    """Return all entries of a file; they are memory-mapped, and read when a value is needed.
 
     Raises:
         ResumeRefusedError: on all ranks, if one cannot read them.
     """
-    entries: dict[Any, Any] = {}
-
-    def read() -> None:
-        for file in files():
-            entries.update(load(file))
-
-    ranks.agree(read, "reading the checkpoint", "nothing is written")
-    return entries
+    return ranks.agree_here(lambda: dict(load(file)), "reading the checkpoint", _UNTOUCHED)
 
 
 def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:
@@ -204,28 +209,33 @@ def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict
     Raises:
         ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index lists.
     """
-    entries: dict[Any, Any] = {}
 
-    def read() -> None:
+    def read() -> dict[Any, Any]:
+        entries: dict[Any, Any] = {}
         expected: dict[str, set[str]] = {}
         for key, name in json.loads(index.read_text())["weight_map"].items():
             expected.setdefault(name, set()).add(key)
         for name, keys in expected.items():
-            loaded = load(listed_file(index, name))
+            loaded = load(_listed_file(index, name))
             present = {str(key) for key in loaded}
             _refuse_other_entries(present if exactly else present & keys, keys, index.parent / name)
             entries.update((key, value) for key, value in loaded.items() if str(key) in keys)
+        return entries
 
-    ranks.agree(read, "reading the checkpoint", "nothing is written")
-    return entries
-
-
-def param_groups_of(index: Path) -> list[Any]:
-    """Return the param groups in the file that an optimizer's index names."""
-    return list(load(listed_file(index, json.loads(index.read_text())["metadata"]["param_groups"])))
+    return ranks.agree_here(read, "reading the checkpoint", _UNTOUCHED)
 
 
-def listed_file(index: Path, name: str) -> Path:
+def read_optimizer_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[str, Any]:
+    """Return the state dict of an optimizer: what `read_sharded_by_all` returns, and the param groups."""
+
+    def groups() -> list[Any]:
+        return list(load(_listed_file(index, json.loads(index.read_text())["metadata"]["param_groups"])))
+
+    states = read_sharded_by_all(ranks, index, exactly)
+    return {"param_groups": ranks.agree_here(groups, "reading the param groups", _UNTOUCHED), "state": states}
+
+
+def _listed_file(index: Path, name: str) -> Path:
     """Return the path of a file that an index names.
 
     Raises:

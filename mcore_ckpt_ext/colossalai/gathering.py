@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -21,63 +22,80 @@ from mcore_ckpt_ext.devices import empty_on_host
 # pieces this takes a few MiB instead of a second chunk.
 _PIECE_BYTES = 4 << 20
 _NOTHING = torch.empty(0)
+_CPU = torch.device("cpu")
 
 
-def whole_values(
-    zero: Wrapped,
-    places: Mapping[nn.Parameter, Place],
-    held: Callable[[Any], torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    device: torch.device,
-    everywhere: bool,
-    fate: GroupErrors,
-    padding: dict[nn.Parameter, torch.Tensor] | None = None,
-) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
-    """Yield each parameter of `places` with its gathered value; all ranks must iterate, chunk by chunk.
+@dataclass(frozen=True)
+class Gather:
+    """A gather of a wrapper's values: which ranks receive them, where, and how all stop if one fails.
 
     Args:
         zero: the wrapper.
-        places: the place of each parameter, in an order that is the same on all ranks.
-        held: returns this rank's part of a chunk: its payload, or optimizer state with the same layout.
-        dtype: the dtype in which values are sent and returned.
-        device: the device of the returned values.
-        everywhere: True if every rank receives them, else only rank 0 of the group; the others get None.
-        fate: stops all ranks if one fails, before the next chunk or at the end.
-        padding: on receiving ranks, receives the padding rows of each parameter that has some.
-
-    Raises:
-        ResumeRefusedError: on all ranks.
+        errors: stops all ranks if one fails, before the next chunk or at the end.
+        everywhere: True if every rank receives the values, else only rank 0 of the group; the others get None.
+        device: the device of the values.
     """
-    receives = everywhere or zero.is_first
-    for chunk, group in groupby(places.items(), key=lambda item: item[1].chunk):
-        members = list(group)
-        payload = fate.attempt(partial(held, chunk))
-        staging = fate.attempt(partial(_staging, chunk, payload, dtype))
-        room = fate.attempt(partial(_room, chunk, payload, members, dtype, device)) if receives else None
-        fate.meet()
-        if _is_scattered(chunk):
-            _gather(chunk, payload, members, room, staging, everywhere)  # type: ignore[arg-type]  # no rank has failed
-        for place, (parameter, (_, begin, end)) in enumerate(members):
-            if room is None:
-                yield parameter, None
-                continue
-            local = (room.values[place] if _is_scattered(chunk) else payload[begin:end]).view(parameter.shape)  # type: ignore[index]
-            cut = room.cut[place]
-            if room.staged[place] is not None:
-                local = room.staged[place].copy_(local)  # type: ignore[union-attr]
-            whole = tensor_parallel.whole(parameter, local, cut)
-            if padding is not None:
-                rows = fate.attempt(partial(tensor_parallel.padding_of, parameter, cut, local))
-                if rows is not None:
-                    padding[parameter] = rows
-            is_own = whole is local and _is_scattered(chunk)
-            yield parameter, whole if is_own else fate.attempt(partial(own_copy, whole, dtype, device))
-            room.cut[place] = room.staged[place] = None
-            if _is_scattered(chunk):
-                room.values[place] = _NOTHING
-        del payload, room, staging
-    fate.meet()
+
+    zero: Wrapped
+    errors: GroupErrors
+    everywhere: bool
+    device: torch.device = _CPU
+
+    @property
+    def receives(self) -> bool:
+        """True if this rank receives the values."""
+        return self.everywhere or self.zero.is_first
+
+    def whole_values(
+        self,
+        places: Mapping[nn.Parameter, Place],
+        held: Callable[[Any], torch.Tensor],
+        dtype: torch.dtype,
+        padding: dict[nn.Parameter, torch.Tensor] | None = None,
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Yield each parameter of `places` with its gathered value; all ranks must iterate, chunk by chunk.
+
+        Args:
+            places: the place of each parameter, in an order that is the same on all ranks.
+            held: returns this rank's part of a chunk: its payload, or optimizer state with the same layout.
+            dtype: the dtype in which values are sent and returned.
+            padding: on receiving ranks, receives the padding rows of each parameter that has some.
+
+        Raises:
+            ResumeRefusedError: on all ranks.
+        """
+        attempt = self.errors.attempt
+        for chunk, group in groupby(places.items(), key=lambda item: item[1].chunk):
+            members = list(group)
+            payload = attempt(partial(held, chunk))
+            staging = attempt(partial(_staging, chunk, payload, dtype))
+            room = attempt(partial(_room, chunk, payload, members, dtype, self.device)) if self.receives else None
+            self.errors.raise_on_all()
+            scattered = _is_scattered(chunk)
+            if scattered:
+                # No rank has failed, so the payload is there.
+                _exchange(chunk, payload, members, room, staging, self.everywhere)  # type: ignore[arg-type]
+            for place, (parameter, (_, begin, end)) in enumerate(members):
+                if room is None:
+                    yield parameter, None
+                    continue
+                local = room.values[place] if scattered else payload[begin:end]  # type: ignore[index]
+                local = local.view(parameter.shape)
+                cut = room.cut[place]
+                if (staged := room.staged[place]) is not None:
+                    local = staged.copy_(local)
+                whole = tensor_parallel.whole(parameter, local, cut)
+                if padding is not None:
+                    rows = attempt(partial(tensor_parallel.padding_of, parameter, cut, local))
+                    if rows is not None:
+                        padding[parameter] = rows
+                is_own = whole is local and scattered
+                yield parameter, whole if is_own else attempt(partial(own_copy, whole, dtype, self.device))
+                room.cut[place] = room.staged[place] = None
+                if scattered:
+                    room.values[place] = _NOTHING
+            del payload, room, staging
+        self.errors.raise_on_all()
 
 
 def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -91,7 +109,7 @@ def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
     return copied
 
 
-def pinned_copy(values: Any, pinned: dict[str, Any] | None) -> Any:
+def pinned_copy(values: dict[str, Any], pinned: dict[str, Any] | None) -> dict[str, Any]:
     """Copy values into the caller's pinned memory, for ColossalAI's asynchronous writer.
 
     Missing memory is allocated on first use.
@@ -169,7 +187,7 @@ def _staging(chunk: Any, held: torch.Tensor | None, dtype: torch.dtype) -> tuple
     return torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
 
 
-def _gather(
+def _exchange(
     chunk: Any,
     held: torch.Tensor,
     members: list[tuple[nn.Parameter, Place]],

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import padding, tensor_parallel
-from mcore_ckpt_ext.colossalai.optimizer import MASTER
+from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
+from mcore_ckpt_ext.colossalai.wrapper import persistent_buffers
 from mcore_ckpt_ext.errors import ModelMismatchError
 
 PADDING = "_padding"
 """Suffix of the padding rows of a state: ``exp_avg_padding``. Asynchronous files allow no dot there."""
-
-State = dict[str, Any]
 
 
 def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
@@ -44,14 +43,6 @@ def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
     for prefix, owner in module.named_modules():
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}._extra_state".removeprefix("."), owner.get_extra_state()
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that a state dict has, by name."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 def joined(name: str, value: torch.Tensor, parameter: Any, zero_group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

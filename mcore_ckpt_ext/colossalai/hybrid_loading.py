@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,27 +11,26 @@ from torch import nn
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, persistent_buffers, refuse_shape, working
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, refuse_shape, working
 from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError
+from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
-from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
-from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, counted
+from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, same_digests
+from mcore_ckpt_ext.colossalai.wrapper import persistent_buffers
+from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, counted, join_some
 
 _MODEL_UNTOUCHED = "the model is unchanged"
-_SHOWN = 4
 
 
-def load_optimizer(
-    checkpoint_io: Any, ranks: Ranks, optimizer: Any, groups: list[dict[str, Any]], states: Mapping[Any, State]
-) -> None:
+def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Load an optimizer's whole state, saved under any layout, after all ranks have checked it."""
+    groups: list[dict[str, Any]] = state_dict["param_groups"]
     live = optimizer.optim.param_groups
     ids = optimizer.param_info["param2id"]
     id_map = {ids[id(working(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
-    by_id = {int(key): state for key, state in states.items()}
-    local_digests: Digests = {}
+    by_id: dict[int, State] = {int(key): state for key, state in state_dict["state"].items()}
 
-    def inspect_here() -> str:
+    def inspect_here() -> tuple[Digests, None]:
         if len(groups) != len(live):
             raise ModelMismatchError(
                 "the optimizer state has other param groups", found=str(len(groups)), expected=str(len(live))
@@ -48,11 +47,9 @@ def load_optimizer(
             for name, value in by_id.get(key, {}).items():
                 if isinstance(value, torch.Tensor) and name != "step" and not name.endswith(PADDING):
                     refuse_shape(f"{name} of parameter {key}", value.shape, shape)
-        local_digests.update(digests({"param_groups": groups, "state": by_id}))
-        return summary(local_digests)
+        return digests({"param_groups": groups, "state": by_id}), None
 
-    summaries: Mapping[int, str | None] = ranks.same_call("load_optimizer", {}, inspect_here, OPTIMIZER_UNCHANGED)
-    refuse_different(ranks, summaries, local_digests, OPTIMIZER_UNCHANGED)
+    same_digests(ranks, "load_optimizer", {}, inspect_here, OPTIMIZER_UNCHANGED)
     for group, saved in zip(live, groups, strict=True):
         params = group["params"]
         group.clear()
@@ -78,34 +75,29 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     for names in aliases:
         given = next((name for name in names if name in entries), None)
         offered.update((name, entries[given]) for name in names if given is not None and name not in entries)
-    local_digests: Digests = {}
 
-    def inspect_here() -> tuple[str, set[str]]:
+    def inspect_here() -> tuple[Digests, set[str]]:
         expected = _expected(module)
         if strict and (missing := [name for name in expected if name not in offered]):
-            names_shown = ", ".join(f'"{name}"' for name in missing[:_SHOWN])
-            raise ModelMismatchError(f"Missing key(s) in state_dict: {names_shown}", found=f"{len(missing)} of them")
+            raise ModelMismatchError(
+                f"Missing key(s) in state_dict: {_quoted(missing)}", found=f"{len(missing)} of them"
+            )
         for name, shape in expected.items():
             if name in offered and offered[name].shape != shape:
                 raise ModelMismatchError(
                     f"size mismatch for {name}", found=tuple(offered[name].shape), expected=tuple(shape)
                 )
-        local_digests.update(digests(entries, own={name for name, _ in persistent_buffers(module)}))
-        return summary(local_digests), set(expected)
+        return digests(entries, own={name for name, _ in persistent_buffers(module)}), set(expected)
 
     try:
-        inspected = ranks.same_call("load_model", {"strict": strict}, inspect_here, _MODEL_UNTOUCHED)
-        refuse_different(
-            ranks, {rank: digest for rank, (digest, _) in inspected.items()}, local_digests, _MODEL_UNTOUCHED
-        )
+        inspected = same_digests(ranks, "load_model", {"strict": strict}, inspect_here, _MODEL_UNTOUCHED)
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
     known_names = set().union(*(names for _, names in inspected.values()), *aliases)
     unexpected = sorted(name for name in entries if name not in known_names and not name.endswith("_extra_state"))
     if strict and unexpected:
-        names_shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])
         raise StateDictMismatchError(
-            f"Unexpected key(s) in state_dict: {names_shown}",
+            f"Unexpected key(s) in state_dict: {_quoted(unexpected)}",
             found=f"{len(unexpected)} of them",
             hint="strict=False loads the rest",
         )
@@ -118,6 +110,10 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
         # ColossalAI sets padding rows to zero, as model files do not contain them.
         parameter.data.copy_(torch.where(is_padding.to(before.device), before, parameter.data))
     model.update_master_params()
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return join_some([f'"{name}"' for name in names])
 
 
 def _expected(module: nn.Module) -> dict[str, torch.Size]:

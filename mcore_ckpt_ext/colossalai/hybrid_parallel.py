@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +24,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
-from mcore_ckpt_ext.colossalai.files import param_groups_of, read_by_all, read_sharded_by_all, write_one
+from mcore_ckpt_ext.colossalai.files import read_by_all, read_optimizer_by_all, read_sharded_by_all, write_one
 from mcore_ckpt_ext.colossalai.gathering import pinned_copy
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, entries, joined, local_state, refuse_shape
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, entries, joined, local_state, refuse_shape
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
-from mcore_ckpt_ext.colossalai.optimizer import MASTER
+from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
+from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
 
 _CPU = torch.device("cpu")
 
 
-class HybridParallelOptimizerMethods:
+class HybridParallelOptimizerMethods(ReplacedMethods):
     """Methods for HybridParallelAMPOptimizer and HybridParallelZeroOptimizer."""
 
     update_master_params = master_state.update_master_params
 
 
-class HybridParallelCheckpointIOMethods:
+class HybridParallelCheckpointIOMethods(ReplacedMethods):
     """Methods for HybridParallelCheckpointIO; not for MoeHybridParallelPlugin's subclass of it."""
-
-    _non_strict_save_sharded_optimizer: Any
-    _non_strict_save_unsharded_optimizer: Any
-    _non_strict_load_sharded_optimizer: Any
-    _non_strict_load_unsharded_optimizer: Any
-    _non_strict_load_sharded_model: Any
-    _non_strict_load_unsharded_model: Any
-    _non_strict_load_states_into_optimizer: Any
-    _non_strict_save_unsharded_model: Any
 
     @staticmethod
     def _model_sharder(
@@ -78,6 +68,7 @@ class HybridParallelCheckpointIOMethods:
         yield sharder.current_block, sharder.current_block_size
 
     @staticmethod
+    @keeps_signature
     def gather_from_sharded_optimizer_state(
         state: State,
         param: torch.Tensor,
@@ -117,9 +108,9 @@ class HybridParallelCheckpointIOMethods:
             return
         model._force_wait_all_gather()
         state: dict[str, Any] = {}
-        if self.dp_rank == 0:  # type: ignore[attr-defined]  # ColossalAI's own
+        if self.dp_rank == 0:
             state = _merge_stages(self, dict(entries(model.unwrap(), share_ties=not use_safetensors)))
-        write_one(Path(checkpoint), state, _ranks(self), is_writer=dist.get_rank() == 0)
+        write_one(Path(checkpoint), state, _ranks(self))
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, State], id_map: Any) -> None:
         """Load states like ColossalAI, but sliced like the parameters."""
@@ -148,11 +139,7 @@ class HybridParallelCheckpointIOMethods:
             self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
         else:
             ranks = _ranks(self)
-            states = read_sharded_by_all(ranks, index, exactly=False)
-            param_groups = ranks.agree_by_rank(
-                partial(param_groups_of, index), "reading the param groups", OPTIMIZER_UNCHANGED
-            )
-            load_optimizer(self, ranks, optimizer, param_groups[dist.get_rank()], states)
+            load_optimizer(self, ranks, optimizer, read_optimizer_by_all(ranks, index, exactly=False))
         take(optimizer)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
@@ -161,8 +148,7 @@ class HybridParallelCheckpointIOMethods:
             self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
         else:
             ranks = _ranks(self)
-            content = read_by_all(ranks, lambda: [Path(checkpoint)])
-            load_optimizer(self, ranks, optimizer, content["param_groups"], content["state"])
+            load_optimizer(self, ranks, optimizer, read_by_all(ranks, Path(checkpoint)))
         take(optimizer)
 
     def load_sharded_model(
@@ -183,7 +169,7 @@ class HybridParallelCheckpointIOMethods:
             self._non_strict_load_unsharded_model(model, checkpoint, strict, *more, **keywords)
             return
         ranks = _ranks(self)
-        load_model(ranks, model, read_by_all(ranks, lambda: [Path(checkpoint)]), strict)
+        load_model(ranks, model, read_by_all(ranks, Path(checkpoint)), strict)
 
 
 def _is_of_experts(checkpoint_io: Any) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.colossalai.classes import PLUGINS, STATIC_MODEL, STATIC_MODEL_MODULES, WRAPPER, Target, find
-from mcore_ckpt_ext.colossalai.methods import namespace
 from mcore_ckpt_ext.colossalai.state import Precision, get_static_torch_model
 from mcore_ckpt_ext.patching.patch_point import PatchPointStatus
 from mcore_ckpt_ext.patching.singletons import PROCESS
@@ -102,7 +101,7 @@ def _patched() -> _Patched:
 
 def _patch(cls: type, target: Target) -> None:
     _patched()[cls] = {}
-    for name, value in namespace(target.methods, cls).items():
+    for name, value in target.methods.namespace(cls).items():
         _put(cls, name, value)
 
 

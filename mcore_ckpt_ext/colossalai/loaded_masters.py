@@ -15,16 +15,18 @@ class _LoadedMasters(NamedTuple):
 
 def note_exact_masters(optimizer: Any) -> None:
     """Record that the masters come from the optimizer's file; the record is void after the next step."""
-    vars(optimizer.module)[_NOTE] = _LoadedMasters(weakref.ref(optimizer), _steps(optimizer))
+    vars(optimizer.module)[_NOTE] = _LoadedMasters(weakref.ref(optimizer), steps_of(optimizer))
 
 
 def has_exact_masters(model: Any) -> bool:
     """Return True if the masters are still those of the optimizer's file."""
     note: _LoadedMasters | None = vars(model).get(_NOTE)
     optimizer = note.optimizer() if note else None
-    return optimizer is not None and note is not None and _steps(optimizer) == note.steps
+    return optimizer is not None and note is not None and steps_of(optimizer) == note.steps
 
 
-def _steps(optimizer: Any) -> tuple[int, ...]:
-    states = (optimizer.optim.state.get(fake, {}) for fake in optimizer.id_to_fake_params.values())
+def steps_of(optimizer: Any) -> tuple[int, ...]:
+    """Return the numbers of steps of the tensors that the optimizer steps, in the order of the groups."""
+    stepped = (tensor for group in optimizer.optim.param_groups for tensor in group["params"])
+    states = (optimizer.optim.state.get(tensor, {}) for tensor in stepped)
     return tuple(int(state.get("step", 0)) for state in states)

@@ -21,9 +21,8 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
-from mcore_ckpt_ext.colossalai.stand_ins import StandIns
-from mcore_ckpt_ext.colossalai.state import NoFreedStorage, standing_in
-from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
+from mcore_ckpt_ext.colossalai.stand_ins import NoFreedStorage, StandIns, standing_in
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, persistent_buffers, wrapped
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
 
@@ -79,16 +78,13 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
             _UNTOUCHED,
             own=_names_of_each_rank(zero, state_dict),
         )
-        accepted: list[_Accepted] = []
         are_outlines = content.comes_from_first and not zero.is_first
-
-        def accept() -> None:
-            accepted.append(_accepted(model, zero, content.outline, strict, are_outlines))
-
-        zero.ranks.agree(accept, "calling load_state_dict", _UNTOUCHED)
+        accepted = zero.ranks.agree_here(
+            lambda: _accepted(model, zero, content.outline, strict, are_outlines), "calling load_state_dict", _UNTOUCHED
+        )
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
-    return _write(accepted[0], content.comes_from_first, keeps_exact=has_exact_masters(model))
+    return _write(accepted, content.comes_from_first, keeps_exact=has_exact_masters(model))
 
 
 def write_master(
@@ -118,7 +114,7 @@ def write_master(
 
 def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) -> None:
     """Write only this rank's padding rows of a parameter, into its master and weight."""
-    local = tensor_parallel.slice_of(parameter, torch.zeros(zero.shape_of(parameter)), rows).reshape(-1)
+    local = tensor_parallel.slice_of(parameter, torch.zeros(tensor_parallel.whole_shape(parameter)), rows).reshape(-1)
     others = _not_padding(parameter)
     for place in (zero.masters.get(parameter), zero.working[parameter]):
         if place is not None and others is not None:
@@ -159,7 +155,7 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
 def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
     """Write the values; a rank that fails reports it when the ranks next meet, at the end at the latest."""
     zero = accepted.zero
-    fate = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
+    errors = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
 
     def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if tensor in zero.working:
@@ -168,11 +164,11 @@ def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> An
             tensor.copy_(tensor_parallel.slice_of(tensor, value.detach()))
 
     for tensor, given in accepted.tensors:
-        value = value_of_first(zero, given, fate) if comes_from_first else given
-        fate.attempt(partial(write, tensor, value))
+        value = value_of_first(zero, given, errors) if comes_from_first else given
+        errors.attempt(partial(write, tensor, value))
     for set_extra_state, state in accepted.extra_states:
-        fate.attempt(partial(set_extra_state, state))
-    fate.meet()
+        errors.attempt(partial(set_extra_state, state))
+    errors.raise_on_all()
     return accepted.answer
 
 
@@ -209,7 +205,7 @@ def _hooks_of(model: Any, module: nn.Module) -> Iterator[None]:
     """Call the load hooks of the wrapper around those of the module, as PyTorch and ColossalAI do."""
     module_hooks = {name: vars(module)[name] for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")}
     pre, post = module_hooks.values()
-    after = [partial(_with_module, model, hook) for hook in model._load_state_dict_post_hooks.values()]
+    after = [lambda _, keys, hook=hook: hook(model, keys) for hook in model._load_state_dict_post_hooks.values()]
     vars(module).update(
         _load_state_dict_pre_hooks=OrderedDict(enumerate([*model._load_state_dict_pre_hooks.values(), *pre.values()])),
         _load_state_dict_post_hooks=OrderedDict(enumerate([*post.values(), *after])),
@@ -218,10 +214,6 @@ def _hooks_of(model: Any, module: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(module).update(module_hooks)
-
-
-def _with_module(module: Any, hook: Callable[..., Any], _: nn.Module, *arguments: Any) -> Any:
-    return hook(module, *arguments)
 
 
 def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +225,7 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
             offered[key] = value.detach()
     if hasattr(state_dict, "_metadata"):
         vars(offered)["_metadata"] = state_dict._metadata
-    for names in [*zero.names.values(), *_persistent_buffers(zero.module).values()]:
+    for names in [*zero.names.values(), *_names_of_buffers(zero.module).values()]:
         given = [name for name in names if name in state_dict]
         offered.update((name, offered[given[0]]) for name in names if given and name not in offered)
     return offered
@@ -241,17 +233,15 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
 
 def _names_of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
     """Return the entries that may differ between ranks: ZeRO shards and averages only parameters."""
-    buffers = {name for names in _persistent_buffers(zero.module).values() for name in names}
+    buffers = {name for names in _names_of_buffers(zero.module).values() for name in names}
     return buffers | {name for name in state_dict if str(name).endswith("_extra_state")}
 
 
-def _persistent_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:
+def _names_of_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:
     """Return every name of each buffer that a state dict holds."""
     names: dict[torch.Tensor, list[str]] = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                names.setdefault(buffer, []).append(f"{prefix}.{name}" if prefix else name)
+    for name, buffer in persistent_buffers(module, remove_duplicate=False):
+        names.setdefault(buffer, []).append(name)
     return names
 
 
@@ -276,7 +266,7 @@ def _refuse_different(offered: Mapping[str, Any], value: torch.Tensor, other: to
 
 def _refuse_shape(zero: Wrapped, name: str, live: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse a value in a shape of a module's own making, which cannot be written into the live tensor."""
-    shape = zero.shape_of(live) if isinstance(live, nn.Parameter) else live.shape
+    shape = tensor_parallel.whole_shape(live) if isinstance(live, nn.Parameter) else live.shape
     if value.shape != shape:
         raise RuntimeError(
             f"size mismatch for {name}: the module has replaced it by a tensor of shape {tuple(value.shape)} while it "

@@ -13,14 +13,11 @@ from typing import Any
 
 from mcore_ckpt_ext.colossalai import master_state
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
+from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods
 
 
-class LowLevelZeroMethods:
+class LowLevelZeroMethods(ReplacedMethods):
     """Methods that replace those of LowLevelZeroOptimizer."""
-
-    _non_strict_state_dict: Any
-    _non_strict_state_dict_shard: Any
-    _non_strict_load_state_dict: Any
 
     def state_dict(self, *positional: Any, **keywords: Any) -> dict[str, Any]:
         """Return ColossalAI's dict, with the masters and the loss scale; all ranks must call this."""
@@ -40,11 +37,8 @@ class LowLevelZeroMethods:
     update_master_params = master_state.update_master_params
 
 
-class LowLevelZeroCheckpointIOMethods:
+class LowLevelZeroCheckpointIOMethods(ReplacedMethods):
     """Methods for LowLevelZeroCheckpointIO, whose sharded files bypass the optimizer's methods."""
-
-    _non_strict_save_sharded_optimizer: Any
-    _non_strict_load_sharded_optimizer: Any
 
     def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""

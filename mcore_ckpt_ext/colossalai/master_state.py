@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.colossalai.loaded_masters import steps_of
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS
 
@@ -44,13 +45,13 @@ def take(optimizer: Any) -> None:
         value = _popped(optimizer, stepped)
         if value is not None and id(stepped) in masters:
             stepped.data.copy_(value.view(stepped.shape))
-            vars(optimizer)[_BROUGHT] = _steps(optimizer)
+            vars(optimizer)[_BROUGHT] = steps_of(optimizer)
 
 
 def update_master_params(optimizer: Any, model: Any) -> None:
     """Update the masters like ColossalAI, but keep loaded masters that round to the weights."""
     exact: dict[torch.Tensor, torch.Tensor] = {}
-    if vars(optimizer).get(_BROUGHT) == _steps(optimizer):
+    if vars(optimizer).get(_BROUGHT) == steps_of(optimizer):
         exact = {master: master.detach().clone() for master in _masters(optimizer)}
     optimizer._non_strict_update_master_params(model)
     working = optimizer.get_master_to_working_map()
@@ -79,8 +80,3 @@ def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
 def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
     for group in optimizer.optim.param_groups:
         yield from group["params"]
-
-
-def _steps(optimizer: Any) -> tuple[int, ...]:
-    states = (optimizer.optim.state.get(stepped, {}) for stepped in _stepped(optimizer))
-    return tuple(int(state.get("step", 0)) for state in states)

@@ -1,8 +1,4 @@
-"""The methods that ColossalAI's classes get, either by a patch or in a subclass.
-
-The original of a method stays in the class under its name with the prefix ``_non_strict_``, such as
-``_non_strict_state_dict``.
-"""
+"""The methods of Gemini's classes: the wrapper, the optimizer, and the files that Booster writes."""
 
 from __future__ import annotations
 
@@ -15,38 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mcore_ckpt_ext.colossalai import optimizer as optimizer_state
 from mcore_ckpt_ext.colossalai.files import (
-    NOT_WHOLE,
     Files,
-    param_groups_of,
     read_by_all,
+    read_optimizer_by_all,
     read_sharded_by_all,
-    write_index,
     write_one,
-    write_shards,
+    write_sharded,
 )
 from mcore_ckpt_ext.colossalai.gathering import pinned_copy
 from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
-from mcore_ckpt_ext.colossalai.shards import consumer_errors_reported, handed_over, iter_zero_strict_state_dict
-from mcore_ckpt_ext.colossalai.state import Precision, Ties, precision_of, zero_strict_state_dict
-from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
+from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
+from mcore_ckpt_ext.colossalai.shards import consumer_errors_reported, iter_shards, state_dict_shards
+from mcore_ckpt_ext.colossalai.state import Precision, StateDictOptions, Ties, precision_of, zero_strict_state_dict
+from mcore_ckpt_ext.colossalai.wrapper import wrapped
 
-ORIGINAL = "_non_strict_"
 _MIB = 1 << 20
 
 
-class WrapperMethods:
+class WrapperMethods(ReplacedMethods):
     """Methods for ZeroDDP and GeminiDDP."""
 
     _strict_dtype: Precision = "master"
     _strict_ties: Ties = "share"
-    _non_strict_state_dict: Any
-    _non_strict_state_dict_shard: Any
-    _non_strict_load_state_dict: Any
 
+    @keeps_signature
     def state_dict(
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False, only_rank_0: bool = True,
         *fifth: Any, dtype: Precision | None = None, strict: bool = True, device: torch.device | str = "cpu",
@@ -65,15 +56,15 @@ class WrapperMethods:
             dtype = fifth[0]
         if strict:
             return zero_strict_state_dict(
-                self, destination=destination, prefix=prefix, keep_vars=keep_vars,
-                dtype=_default_precision(self) if dtype is None else dtype, only_rank_0=only_rank_0, device=device,
-                ties=ties or self._strict_ties,
+                self, destination=destination, prefix=prefix, keep_vars=keep_vars, dtype=_precision(self, dtype),
+                only_rank_0=only_rank_0, device=device, ties=ties or self._strict_ties,
             )  # fmt: skip
         _same_call(self, "state_dict(strict=False)", only_rank_0=only_rank_0)
         # Only 0.3.0 to 0.3.3 have a dtype here.
         more = {} if dtype is None else {"dtype": dtype}
         return self._non_strict_state_dict(destination, prefix, keep_vars, only_rank_0, **more)
 
+    @keeps_signature
     def state_dict_shard(
         self, prefix: str = "", keep_vars: bool = False, max_shard_size: int = 1024, only_rank_0: bool = True,
         pinned_state_dicts: dict[str, Any] | None = None, dtype: Precision | None = None, *, strict: bool = True,
@@ -84,32 +75,23 @@ class WrapperMethods:
             _same_call(self, "state_dict_shard(strict=False)", only_rank_0=only_rank_0)
             yield from self._non_strict_state_dict_shard(prefix, keep_vars, max_shard_size, only_rank_0)
             return
-        yield from iter_zero_strict_state_dict(
-            self, int(max_shard_size * _MIB), prefix=prefix, dtype=_default_precision(self) if dtype is None else dtype,
-            only_rank_0=only_rank_0, ties=ties or self._strict_ties, pinned=pinned_state_dicts,
-        )  # fmt: skip
+        options = StateDictOptions(_precision(self, dtype), only_rank_0, prefix=prefix, ties=ties or self._strict_ties)
+        yield from state_dict_shards(self, int(max_shard_size * _MIB), options, pinned_state_dicts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load an ordinary state dict into the masters (`zero_strict_load_state_dict`)."""
         return zero_strict_load_state_dict(self, state_dict, strict)
 
 
-class OptimizerMethods:
+class OptimizerMethods(ReplacedMethods):
     """Methods for GeminiOptimizer."""
-
-    module: Any
-    _non_strict_get_param_groups_for_saving: Any
-    _non_strict_load_param_groups: Any
-    optimizer_loading_epilogue: Any
 
     def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
         """Return the whole state in model space, on rank 0 of each ZeRO group, or on all ranks."""
-        fate = optimizer_state.fate_of(self)
-        padding = optimizer_state.Padding()
-        states = dict(optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate, padding))
+        gathered = optimizer_state.GatheredState(self, only_rank_0)
+        states = dict(gathered)
         received = {key: states[key] for key in sorted(states) if states[key] is not None}
-        groups = optimizer_state.with_padding(self.get_param_groups_for_saving(), padding)
-        return {"param_groups": groups, "state": received}
+        return {"param_groups": gathered.param_groups(), "state": received}
 
     def state_shard(
         self, prefix: str = "", max_shard_size: int = 1024, only_rank_0: bool = True,
@@ -120,7 +102,7 @@ class OptimizerMethods:
         Each comes with its size in bytes. They lack padding rows; ColossalAI's asynchronous saves use this method, so
         that they do not save them.
         """
-        yield from _state_shards(self, max_shard_size, only_rank_0, pinned_state_dicts, optimizer_state.Padding())
+        yield from _state_shards(optimizer_state.GatheredState(self, only_rank_0), max_shard_size, pinned_state_dicts)
 
     def get_param_groups_for_saving(self) -> list[dict[str, Any]]:
         """Return ColossalAI's param groups, with names and loss scale."""
@@ -140,15 +122,8 @@ class OptimizerMethods:
         return getattr(self.module, "_strict_dtype", "master") not in ("master", torch.float32)
 
 
-class CheckpointIOMethods:
+class CheckpointIOMethods(ReplacedMethods):
     """Methods for GeminiCheckpointIO, through which Booster saves and loads."""
-
-    _non_strict_save_unsharded_model: Any
-    _non_strict_save_sharded_model: Any
-    _non_strict_save_unsharded_optimizer: Any
-    _non_strict_save_sharded_optimizer: Any
-    _non_strict_load_sharded_optimizer: Any
-    _non_strict_load_unsharded_optimizer: Any
 
     def save_unsharded_model(
         self, model: Any, checkpoint: str, gather_dtensor: bool = True, use_safetensors: bool = False,
@@ -159,9 +134,7 @@ class CheckpointIOMethods:
             with _ties_omitted(model):
                 self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
             return
-        state = model.state_dict(ties="omit" if use_safetensors else None)
-        zero = wrapped(model)
-        write_one(Path(checkpoint), state, zero.ranks, _writes(zero))
+        write_one(Path(checkpoint), model.state_dict(ties="omit" if use_safetensors else None), wrapped(model).ranks)
 
     def save_sharded_model(
         self, model: Any, checkpoint_path: str, gather_dtensor: bool = False, prefix: str | None = None,
@@ -174,22 +147,16 @@ class CheckpointIOMethods:
                     model, checkpoint_path, gather_dtensor, prefix, max_shard_size, use_safetensors, use_async
                 )
             return
-        from colossalai.checkpoint_io import utils
+        from colossalai.checkpoint_io.utils import get_model_base_filenames
 
-        base, index = utils.get_model_base_filenames(prefix, use_safetensors)
+        names = get_model_base_filenames(prefix, use_safetensors)
         shards = model.state_dict_shard(max_shard_size=max_shard_size, ties="omit" if use_safetensors else None)
-        zero = wrapped(model)
-        with Files(Path(checkpoint_path), index, _writes(zero)) as files:
-            entries, size = write_shards(files, shards, partial(utils.get_shard_filename, base))
 
-            def finish() -> None:
-                files.add(index, write_index({"total_size": size}, entries))
-                files.add_folder(lambda folder: _write_config(model, folder))
-                files.publish()
-                if files.is_writer:
-                    utils.clean_folder(checkpoint_path, base, list(entries.values()))
+        def add_config(files: Files) -> dict[str, Any]:
+            files.add_folder(partial(_write_config, model))
+            return {}
 
-            zero.ranks.agree(finish, "saving the model", NOT_WHOLE)
+        write_sharded(Path(checkpoint_path), names, shards, wrapped(model).ranks, add_config)
 
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
@@ -198,9 +165,7 @@ class CheckpointIOMethods:
         if use_async:
             self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
             return
-        state = optimizer.state_dict()
-        zero = wrapped(optimizer.module)
-        write_one(Path(checkpoint), state, zero.ranks, _writes(zero))
+        write_one(Path(checkpoint), optimizer.state_dict(), wrapped(optimizer.module).ranks)
 
     def save_sharded_optimizer(
         self, optimizer: Any, checkpoint: str | Path, gather_dtensor: bool = True, prefix: str | None = None,
@@ -213,28 +178,21 @@ class CheckpointIOMethods:
                     optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
                 )
             return
-        from colossalai.checkpoint_io import utils
+        from colossalai.checkpoint_io.utils import get_optimizer_base_filenames
 
-        base, index, groups = utils.get_optimizer_base_filenames(prefix)
-        padding = optimizer_state.Padding()
-        shards = _state_shards(optimizer, size_per_shard, True, None, padding)
-        zero = wrapped(optimizer.module)
-        with Files(Path(checkpoint), index, _writes(zero)) as files:
-            entries, size = write_shards(files, shards, partial(utils.get_shard_filename, base))
+        base, index, groups = get_optimizer_base_filenames(prefix)
+        gathered = optimizer_state.GatheredState(optimizer)
+        shards = _state_shards(gathered, size_per_shard, None)
 
-            def finish() -> None:
-                saved = optimizer_state.with_padding(optimizer.get_param_groups_for_saving(), padding)
-                files.add(groups, lambda path: torch.save(saved, path))
-                files.add(index, write_index({"param_groups": groups, "total_size": size}, entries))
-                files.publish()
-                if files.is_writer:
-                    utils.clean_folder(str(checkpoint), base, list(entries.values()))
+        def add_groups(files: Files) -> dict[str, Any]:
+            files.add(groups, partial(torch.save, gathered.param_groups()))
+            return {"param_groups": groups}
 
-            zero.ranks.agree(finish, "saving the optimizer", NOT_WHOLE)
+        write_sharded(Path(checkpoint), (base, index), shards, wrapped(optimizer.module).ranks, add_groups)
 
     def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
         """Load the model like ColossalAI; all ranks refuse a file that one rank cannot read."""
-        model.load_state_dict(read_by_all(wrapped(model).ranks, lambda: [Path(checkpoint)]), strict=strict)
+        model.load_state_dict(read_by_all(wrapped(model).ranks, Path(checkpoint)), strict=strict)
 
     def load_sharded_model(
         self, model: Any, checkpoint_index_file: Path, strict: bool = False, *_: Any, **__: Any
@@ -248,7 +206,7 @@ class CheckpointIOMethods:
             # Written asynchronously, with flattened names that only ColossalAI's function restores.
             self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
             return
-        optimizer.load_state_dict(read_by_all(wrapped(optimizer.module).ranks, lambda: [Path(checkpoint)]))
+        optimizer.load_state_dict(read_by_all(wrapped(optimizer.module).ranks, Path(checkpoint)))
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
         """Load all files as one state dict, so that it is checked as a whole."""
@@ -256,51 +214,27 @@ class CheckpointIOMethods:
         if index.name.endswith(".safetensors.index.json"):
             self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
             return
-        ranks = wrapped(optimizer.module).ranks
-        states = read_sharded_by_all(ranks, index)
-        groups: list[Any] = []
-        ranks.agree(lambda: groups.extend(param_groups_of(index)), "reading the param groups", "nothing is written")
-        optimizer.load_state_dict({"param_groups": groups, "state": states})
-
-
-def namespace(methods: type, base: type, **settings: Any) -> dict[str, Any]:
-    """Return the attributes for a class: our methods, settings, and its own under their second names."""
-    ours = {name: value for name, value in vars(methods).items() if not name.startswith("__")}
-    kept = {f"{ORIGINAL}{name}": original(base, name) for name in ours if callable(ours[name]) and hasattr(base, name)}
-    return {**ours, **kept, **settings}
-
-
-def original(base: type, name: str) -> Any:
-    """Return a method of a class as ColossalAI wrote it, patched or not."""
-    return getattr(base, f"{ORIGINAL}{name}", None) or getattr(base, name)
+        optimizer.load_state_dict(read_optimizer_by_all(wrapped(optimizer.module).ranks, index))
 
 
 def _state_shards(
-    optimizer: Any, max_shard_size: int, only_rank_0: bool, pinned: dict[int, dict[str, Any]] | None,
-    padding: optimizer_state.Padding,
-) -> Generator[tuple[OrderedDict[int, Any], int]]:  # fmt: skip
-    shard: OrderedDict[int, Any] = OrderedDict()
-    size = 0
-    fate = optimizer_state.fate_of(optimizer)
-    for key, state in optimizer_state.iter_states(optimizer, only_rank_0, optimizer._saves_masters(), fate, padding):
-        if state is None:
-            continue
-        cost = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
-        if size and size + cost > max_shard_size * _MIB:
-            yield from handed_over(shard, size, fate)
-            shard = OrderedDict()
-            size = 0
-        memory = None if pinned is None else pinned.setdefault(key, {})
-        shard[key] = fate.attempt(partial(pinned_copy, state, memory))
-        size += cost
-    yield from handed_over(shard, size, fate)
-    fate.meet()
+    gathered: optimizer_state.GatheredState, max_shard_size: int, pinned: dict[int, dict[str, Any]] | None
+) -> Generator[tuple[OrderedDict[int, Any], int]]:
+    def entries() -> Iterator[tuple[dict[int, Any], int]]:
+        for key, state in gathered:
+            if state is not None:
+                size = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+                memory = None if pinned is None else pinned.setdefault(key, {})
+                yield {key: gathered.errors.attempt(partial(pinned_copy, state, memory))}, size
+
+    yield from iter_shards(entries(), max_shard_size * _MIB, gathered.errors)
 
 
-def _default_precision(model: Any) -> Precision:
-    """Return the dtype of `install`; without masters, its "master" means the values that are trained."""
-    precision: Precision = model._strict_dtype
-    return precision_of(model, None) if precision == "master" else precision
+def _precision(model: Any, dtype: Precision | None = None) -> Precision:
+    """Return a dtype, or that of `install`; its "master" means the trained values without masters."""
+    if dtype is None and model._strict_dtype != "master":
+        dtype = model._strict_dtype
+    return precision_of(model, dtype)
 
 
 def _same_call(model: Any, call: str, **arguments: object) -> None:
@@ -317,18 +251,13 @@ def _ties_omitted(model: Any) -> Iterator[None]:
         model.__dict__.pop("_strict_ties", None)
 
 
-def _writes(zero: Wrapped) -> bool:
-    """Return True on the first of the wrapper's ranks, which need not be rank 0 of the job."""
-    return dist.get_rank() == min(zero.ranks.by_rank(None))
-
-
 def _write_config(model: Any, folder: Path) -> None:
     """Write the config of a Hugging Face model as ColossalAI does, with the dtype of the files."""
     from colossalai.checkpoint_io.utils import save_config_file
 
     save_config_file(model.unwrap(), str(folder))
     config = folder / "config.json"
-    precision = _default_precision(model)
+    precision = _precision(model)
     if config.is_file() and precision != "compute":
         dtype = torch.float32 if precision == "master" else precision
         content = {**json.loads(config.read_text()), "torch_dtype": str(dtype).removeprefix("torch.")}

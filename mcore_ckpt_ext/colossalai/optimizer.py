@@ -17,7 +17,7 @@ from torch import nn
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import padding, tensor_parallel
-from mcore_ckpt_ext.colossalai.gathering import whole_values
+from mcore_ckpt_ext.colossalai.gathering import Gather
 from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
 from mcore_ckpt_ext.colossalai.loading import write_master, write_padding
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
@@ -29,7 +29,6 @@ from mcore_ckpt_ext.errors import ModelMismatchError, counted
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
-_CPU = torch.device("cpu")
 _PADDING = "padding"
 
 State = dict[str, Any]
@@ -37,86 +36,111 @@ Padding = dict[int, dict[str, torch.Tensor]]
 """Padding rows, by the parameter's number and the kind of state."""
 
 
-def iter_states(
-    optimizer: Any, only_rank_0: bool, with_masters: bool, fate: GroupErrors, collected: Padding
-) -> Iterator[tuple[int, State | None]]:
-    """Yield the whole state of every parameter that has some, in the order of the chunks.
+class GatheredState:
+    """The whole state of a GeminiOptimizer, in the order of the chunks; all ranks must iterate over it.
 
-    All ranks iterate.
+    It yields the id and the state of every parameter that has some: tensors in fp32 on the CPU, `step` as PyTorch keeps
+    it; None on ranks that do not receive it.
 
     Args:
-        optimizer: a GeminiOptimizer.
+        optimizer: a GeminiOptimizer; if the model's file is rounded, the state has the masters, as `fp32_param`.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
-        with_masters: add the fp32 masters, as `fp32_param`.
-        fate: stops all ranks if one fails.
-        collected: receives the padding rows of every kind, masters included; for `with_padding`.
 
-    Yields:
-        A parameter's id and its state: tensors in fp32 on the CPU, `step` as PyTorch keeps it.
-
-    Raises:
-        ResumeRefusedError: on all ranks.
+    Attributes:
+        errors: stops all ranks if one fails.
     """
-    zero = wrapped(optimizer.module)
-    call = {"only_rank_0": only_rank_0, "with_masters": with_masters}
 
-    def inspect_here() -> dict[int, State]:
-        refuse_nan(zero, zero.masters)
-        return _described(optimizer)
+    def __init__(self, optimizer: Any, only_rank_0: bool = True) -> None:
+        self._optimizer = optimizer
+        self._zero = zero = wrapped(optimizer.module)
+        self.errors = GroupErrors(zero.ranks, "calling optimizer.state_dict", "no rank has the whole state")
+        self._gather = Gather(zero, self.errors, everywhere=not only_rank_0)
+        self._with_masters = optimizer._saves_masters()
+        self._padding: Padding = {}
 
-    # A rank only has the states of parameters of which it holds a part; all ranks together have all.
-    described: dict[int, State] = {}
-    for rank_states in zero.ranks.same_call("optimizer.state_dict", call, inspect_here).values():
-        described.update(rank_states)
-    if with_masters:
-        for key, parameter in optimizer.id_to_real_params.items():
-            if parameter in zero.masters:
-                described.setdefault(key, {})
-    ids = {optimizer.id_to_real_params[key]: key for key in described}
-    for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters, fate, collected):
-        if elements is None:
-            yield key, None
-        else:
-            scalars = {name: value for name, value in described[key].items() if value is not None}
-            yield key, scalars | elements
-    if not (with_masters and zero.masters):
-        _collect_padded_masters(optimizer, zero, only_rank_0, fate, collected)
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the param groups, once the state has been received.
 
-
-def _collect_padded_masters(
-    optimizer: Any, zero: Wrapped, only_rank_0: bool, fate: GroupErrors, collected: Padding
-) -> None:
-    """Collect the masters' padding rows, if the masters themselves were not gathered."""
-    ids = {parameter: key for key, parameter in optimizer.id_to_real_params.items()}
-    places = zero.masters or zero.working
-    padded = {p: place for p, place in places.items() if p in ids and tensor_parallel.padding_shape(p) is not None}
-    rows: dict[nn.Parameter, torch.Tensor] = {}
-    for _ in whole_values(
-        zero,
-        padded,
-        lambda chunk: chunk.payload,
-        torch.float32,
-        device=_CPU,
-        everywhere=not only_rank_0,
-        fate=fate,
-        padding=rows,
-    ):
-        pass
-    for parameter, values in rows.items():
-        collected.setdefault(ids[parameter], {})[MASTER] = values.float()
-
-
-def with_padding(groups: list[dict[str, Any]], collected: Padding) -> list[dict[str, Any]]:
-    """Add the padding rows to the first param group; in `state` ColossalAI would misread them."""
-    if not collected or not groups:
+        The first has the padding rows of every kind, masters included; in `state` ColossalAI would misread them.
+        """
+        groups: list[dict[str, Any]] = self._optimizer.get_param_groups_for_saving()
+        if self._padding and groups:
+            groups[0] = {**groups[0], OURS: {**groups[0].get(OURS, {}), _PADDING: self._padding}}
         return groups
-    first = {**groups[0], OURS: {**groups[0].get(OURS, {}), _PADDING: collected}}
-    return [first, *groups[1:]]
 
+    def __iter__(self) -> Iterator[tuple[int, State | None]]:
+        """Gather the state.
 
-def fate_of(optimizer: Any) -> GroupErrors:
-    """Return the error state that the ranks share while they save the optimizer's state."""
-    return GroupErrors(wrapped(optimizer.module).ranks, "calling optimizer.state_dict", "no rank has the whole state")
+        Raises:
+            ResumeRefusedError: on all ranks.
+        """
+        masters = self._zero.masters
+        described = self._described_by_all()
+        names = (name for state in described.values() for name, value in state.items() if value is None)
+        kinds = list(dict.fromkeys(names)) + ([MASTER] if self._with_masters and masters else [])
+        ids = {self._optimizer.id_to_real_params[key]: key for key in described}
+        places = {p: place for p, place in (masters or self._zero.working).items() if p in ids}
+        rows: dict[str, dict[nn.Parameter, torch.Tensor]] = {kind: {} for kind in kinds}
+        streams = [
+            self._gather.whole_values(places, partial(self._laid_out, places, kind), torch.float32, rows[kind])
+            for kind in kinds
+        ]
+        for values in zip(*streams, strict=True):
+            parameter, first_value = values[0]
+            key = ids[parameter]
+            if of_kinds := {kind: held[parameter] for kind, held in rows.items() if parameter in held}:
+                self._padding[key] = of_kinds
+            if first_value is None:
+                yield key, None
+            else:
+                state = {name: value for name, value in described[key].items() if value is not None}
+                per_element = zip(kinds, (value for _, value in values), strict=True)
+                yield key, state | {k: v for k, v in per_element if k in described[key] or k == MASTER}
+        if MASTER not in kinds:
+            self._gather_padded_masters()
+
+    def _described_by_all(self) -> dict[int, State]:
+        """Return for every parameter with state: scalar states, and None for states per element."""
+
+        def inspect_here() -> dict[int, State]:
+            refuse_nan(self._zero, self._zero.masters)
+            return _described(self._optimizer)
+
+        call = {"only_rank_0": not self._gather.everywhere, "with_masters": self._with_masters}
+        # A rank only has the states of parameters of which it holds a part; all ranks together have all.
+        described: dict[int, State] = {}
+        for rank_states in self._zero.ranks.same_call("optimizer.state_dict", call, inspect_here).values():
+            described.update(rank_states)
+        if self._with_masters:
+            for key, parameter in self._optimizer.id_to_real_params.items():
+                if parameter in self._zero.masters:
+                    described.setdefault(key, {})
+        return described
+
+    def _laid_out(self, places: Mapping[nn.Parameter, Place], kind: str, chunk: Any) -> torch.Tensor:
+        """Return one kind of state in the chunk's layout."""
+        optimizer = self._optimizer
+        if kind == MASTER:
+            return chunk.payload  # type: ignore[no-any-return]
+        flat = torch.zeros(len(chunk.payload), dtype=torch.float32, device=chunk.payload.device)
+        for key, fake in optimizer.id_to_fake_params.items():
+            place = places.get(optimizer.id_to_real_params[key])
+            state = optimizer.optim.state.get(fake, {})
+            if place is not None and place.chunk is chunk and kind in state:
+                begin, end = optimizer.param_to_range[fake]
+                flat[begin:end].copy_(state[kind].reshape(-1))
+        return flat
+
+    def _gather_padded_masters(self) -> None:
+        """Gather the masters' padding rows, since the masters themselves were not gathered."""
+        ids = {parameter: key for key, parameter in self._optimizer.id_to_real_params.items()}
+        places = self._zero.masters or self._zero.working
+        padded = {p: place for p, place in places.items() if p in ids and tensor_parallel.padding_shape(p) is not None}
+        rows: dict[nn.Parameter, torch.Tensor] = {}
+        for _ in self._gather.whole_values(padded, lambda chunk: chunk.payload, torch.float32, rows):
+            pass
+        for parameter, values in rows.items():
+            self._padding.setdefault(ids[parameter], {})[MASTER] = values.float()
 
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -157,30 +181,26 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     zero = wrapped(optimizer.module)
     is_full = any(state_dict.get("state", {}).values())
     content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, OPTIMIZER_UNCHANGED)
-    fitting: list[tuple[list[dict[str, Any]], dict[int, State], Padding]] = []
-    zero.ranks.agree(
-        lambda: fitting.append(_fitting(optimizer, zero, content.outline)),
-        "calling optimizer.load_state_dict",
-        OPTIMIZER_UNCHANGED,
+    groups, states, rows = zero.ranks.agree_here(
+        lambda: _fitting(optimizer, zero, content.outline), "calling optimizer.load_state_dict", OPTIMIZER_UNCHANGED
     )
-    groups, states, rows = fitting[0]
-    fate = GroupErrors(zero.ranks, "writing the optimizer", "it is partly written: do not train on, load again")
-    fate.attempt(partial(optimizer.load_param_groups, groups))
+    errors = GroupErrors(zero.ranks, "writing the optimizer", "it is partly written: do not train on, load again")
+    errors.attempt(partial(optimizer.load_param_groups, groups))
     for fake in optimizer.id_to_fake_params.values():
         optimizer.optim.state.pop(fake, None)
     for key in sorted(states):
-        state = _received(zero, states[key], fate) if content.comes_from_first else states[key]
-        fate.attempt(partial(_write, optimizer, zero, key, state, rows.get(key, {})))
+        state = _received(zero, states[key], errors) if content.comes_from_first else states[key]
+        errors.attempt(partial(_write, optimizer, zero, key, state, rows.get(key, {})))
     for key, parameter in optimizer.id_to_real_params.items():
         if MASTER not in states.get(key, {}) and parameter in zero.working:
-            fate.attempt(partial(_write_padding, zero, parameter, rows.get(key, {})))
-    fate.meet()
+            errors.attempt(partial(_write_padding, zero, parameter, rows.get(key, {})))
+    errors.raise_on_all()
     if any(MASTER in state for state in states.values()):
         note_exact_masters(optimizer)
 
 
-def _received(zero: Wrapped, state: State, fate: GroupErrors) -> State:
-    return {n: value_of_first(zero, v, fate) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+def _received(zero: Wrapped, state: State, errors: GroupErrors) -> State:
+    return {n: value_of_first(zero, v, errors) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
 def _write(optimizer: Any, zero: Wrapped, key: int, state: State, rows: Mapping[str, torch.Tensor]) -> None:
@@ -218,59 +238,6 @@ def _scalar(name: str, value: Any, elements: int) -> Any:
     return None if isinstance(value, torch.Tensor) and value.numel() == elements else value
 
 
-def _elements(
-    optimizer: Any,
-    zero: Wrapped,
-    ids: Mapping[nn.Parameter, int],
-    described: Mapping[int, State],
-    only_rank_0: bool,
-    with_masters: bool,
-    fate: GroupErrors,
-    collected: Padding,
-) -> Iterator[tuple[int, State | None]]:
-    """Yield the states per element, one chunk of each kind at a time."""
-    places = {p: place for p, place in (zero.masters or zero.working).items() if p in ids}
-    names = list(dict.fromkeys(name for state in described.values() for name, value in state.items() if value is None))
-    fakes = {optimizer.id_to_real_params[key]: fake for key, fake in optimizer.id_to_fake_params.items()}
-
-    def laid_out(name: str, chunk: Any) -> torch.Tensor:
-        """Return one kind of state in the chunk's layout."""
-        if name == MASTER:
-            return chunk.payload  # type: ignore[no-any-return]
-        flat = torch.zeros(len(chunk.payload), dtype=torch.float32, device=chunk.payload.device)
-        for parameter in (p for p, place in places.items() if place.chunk is chunk and p in fakes):
-            begin, end = optimizer.param_to_range[fakes[parameter]]
-            state = optimizer.optim.state[fakes[parameter]]
-            if name in state:
-                flat[begin:end].copy_(state[name].reshape(-1))
-        return flat
-
-    kinds = [*names, MASTER] if with_masters and zero.masters else names
-    rows: dict[str, dict[nn.Parameter, torch.Tensor]] = {name: {} for name in kinds}
-    streams = [
-        whole_values(
-            zero,
-            places,
-            partial(laid_out, name),
-            torch.float32,
-            device=_CPU,
-            everywhere=not only_rank_0,
-            fate=fate,
-            padding=rows[name],
-        )
-        for name in kinds
-    ]
-    for values in zip(*streams, strict=True):
-        key = ids[values[0][0]]
-        if paddings := {name: of_kind[values[0][0]] for name, of_kind in rows.items() if values[0][0] in of_kind}:
-            collected[key] = paddings
-        if values[0][1] is None:
-            yield key, None
-        else:
-            kept = {*described[key], MASTER}
-            yield key, {name: value for name, (_, value) in zip(kinds, values, strict=True) if name in kept}
-
-
 def _fitting(
     optimizer: Any, zero: Wrapped, state_dict: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[int, State], Padding]:
@@ -295,7 +262,7 @@ def _fitting(
     groups = [{**group, "params": [ours[key] for key in group["params"]]} for group in groups]
     states = {ours[key]: dict(state) for key, state in states.items() if state}
     for key, state in states.items():
-        shape = zero.shape_of(real[key])
+        shape = tensor_parallel.whole_shape(real[key])
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != shape:
                 raise ModelMismatchError(
@@ -334,7 +301,7 @@ def _local_state(
     for name, value in state.items():
         if name == "step":
             local[name] = int(value)
-        elif isinstance(value, torch.Tensor) and value.shape == zero.shape_of(parameter):
+        elif isinstance(value, torch.Tensor) and value.shape == tensor_parallel.whole_shape(parameter):
             flat = tensor_parallel.slice_of(parameter, value, rows[name]).reshape(-1)[first:last]
             # Adam keeps its moments in the dtype of the stepped tensor (0.5.0, nn/optimizer/hybrid_adam.py:
             # zeros_like).

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.collectives import gather
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
-from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
+from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, same_digests
 from mcore_ckpt_ext.colossalai.tensor_parallel import as_bytes
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped
 from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
@@ -59,16 +59,13 @@ def same_content(
     Raises:
         ResumeRefusedError: on all ranks.
     """
-    local_digests: Digests = {}
 
-    def inspect_here() -> tuple[str | None, bool]:
-        local_digests.update(digests(content, own))
-        return summary(local_digests) if is_full else None, zero.is_first
+    def inspect_here() -> tuple[Digests | None, bool]:
+        local_digests = digests(content, own)
+        return local_digests if is_full else None, zero.is_first
 
-    inspected = zero.ranks.same_call(call, arguments, inspect_here, untouched)
-    summaries = {rank: digest for rank, (digest, _) in inspected.items()}
-    refuse_different(zero.ranks, summaries, local_digests, untouched)
-    if all(digest is None for digest in summaries.values()) or None not in summaries.values():
+    inspected = same_digests(zero.ranks, call, arguments, inspect_here, untouched)
+    if len({digest is None for digest, _ in inspected.values()}) == 1:
         return Agreed(content, comes_from_first=False)
     lacking = [rank for rank, (digest, is_first) in inspected.items() if is_first and digest is None]
     if lacking:
@@ -81,7 +78,7 @@ def same_content(
     return Agreed(content if zero.is_first else outline, comes_from_first=True)
 
 
-def value_of_first(zero: Wrapped, value: torch.Tensor, fate: GroupErrors) -> torch.Tensor:
+def value_of_first(zero: Wrapped, value: torch.Tensor, errors: GroupErrors) -> torch.Tensor:
     """Receive a tensor from rank 0 of the group; the others pass its outline, and all must call this.
 
     Raises:
@@ -92,8 +89,8 @@ def value_of_first(zero: Wrapped, value: torch.Tensor, fate: GroupErrors) -> tor
         made = torch.empty(value.shape, dtype=value.dtype, device=payload_device(zero.group))
         return made.copy_(value.detach()) if zero.is_first else made
 
-    sent: torch.Tensor = fate.attempt(sent_or_received)  # type: ignore[assignment]  # no rank has failed
-    fate.meet()
+    sent: torch.Tensor = errors.attempt(sent_or_received)  # type: ignore[assignment]  # no rank has failed
+    errors.raise_on_all()
     dist.broadcast(as_bytes(sent), src=zero.first_rank, group=zero.group)
     return sent
 

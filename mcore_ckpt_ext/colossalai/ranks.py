@@ -41,11 +41,11 @@ class Ranks(TorchRanks):
             ResumeRefusedError: on all ranks, with the reasons of all.
         """
 
-        def own() -> tuple[dict[str, str], Result]:
+        def inspected_call() -> tuple[dict[str, str], Result]:
             inspected = inspect_here()
             return {"call": call, **{name: repr(value) for name, value in arguments.items()}}, inspected
 
-        answers = self.agree_by_rank(own, f"calling {call}", untouched)
+        answers = self.agree_by_rank(inspected_call, f"calling {call}", untouched)
         calls = {rank: made for rank, (made, _) in answers.items()}
         for name in dict.fromkeys(name for rank_call in calls.values() for name in rank_call):
             if len({rank_call.get(name) for rank_call in calls.values()}) > 1:
@@ -59,30 +59,16 @@ class Ranks(TorchRanks):
                 )
         return {rank: inspected for rank, (_, inspected) in answers.items()}
 
-    def stop_if_any_failed(self, failure: BaseException | None, phase: str, consequence: str) -> None:
-        """Raise on all ranks if one has failed since the last call; a single number is exchanged if none has.
-
-        Raises:
-            ResumeRefusedError: on all ranks, if one failed.
-        """
-        failed = [int(failure is not None)]
-        for group in self.groups:
-            failed = highest_of_all(failed, group)
-        if not any(failed):
-            return
-
-        def own() -> None:
-            if failure is not None:
-                raise failure
-
-        self.agree(own, phase, consequence)
+    def is_writer(self) -> bool:
+        """Return True on the first of the ranks, which need not be rank 0 of the job; all must call this."""
+        return self.rank == min(self.by_rank(None))
 
 
 class GroupErrors:
-    """Collects a failure of one rank between two collectives, and raises it on all ranks when they meet.
+    """Collects a failure of one rank between two collectives, to raise it on all ranks.
 
     Args:
-        ranks: the ranks that meet.
+        ranks: the ranks that raise.
         phase: names the work in the message.
         consequence: the state in which a failure leaves the job.
     """
@@ -102,10 +88,18 @@ class GroupErrors:
                 self.failure = error
         return None
 
-    def meet(self) -> None:
-        """Continue on all ranks, or raise on all.
+    def raise_on_all(self) -> None:
+        """Continue on all ranks, or raise on all; they exchange a number if none has failed.
 
         Raises:
-            ResumeRefusedError: on all ranks, if one has failed since they last met.
+            ResumeRefusedError: on all ranks, if one has failed.
         """
-        self._ranks.stop_if_any_failed(self.failure, self._phase, self._consequence)
+        failed = [int(self.failure is not None)]
+        for group in self._ranks.groups:
+            failed = highest_of_all(failed, group)
+        if any(failed):
+            self._ranks.agree(self._raise, self._phase, self._consequence)
+
+    def _raise(self) -> None:
+        if self.failure is not None:
+            raise self.failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mcore_ckpt_ext.colossalai.gathering import own_copy, pinned_copy
+from mcore_ckpt_ext.colossalai.gathering import Gather, own_copy, pinned_copy
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
+from mcore_ckpt_ext.colossalai.stand_ins import standing_in
 from mcore_ckpt_ext.colossalai.state import (
     Precision,
+    StateDictOptions,
     Ties,
-    begun,
+    begin,
     dtype_of,
     parameter_values,
     precision_of,
-    standing_in,
 )
+from mcore_ckpt_ext.colossalai.tensor_parallel import whole_shape
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
@@ -30,10 +32,9 @@ Shard = tuple["OrderedDict[str, Any]", int]
 
 
 class Keys(NamedTuple):
-    """The keys of the strict state dict, in order: of parameters, of buffers, others with their values."""
+    """The keys of the strict state dict, in order: those of tensors, and others with their values."""
 
-    parameters: dict[nn.Parameter, list[str]]
-    buffers: dict[torch.Tensor, list[str]]
+    tensors: dict[torch.Tensor, list[str]]
     others: dict[str, Any]
 
 
@@ -43,17 +44,19 @@ def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
     Raises:
         UnsupportedCheckpointError: a hook makes tensors that are neither parameters nor buffers.
     """
-    stand_ins = shapes_of(zero)
-    with standing_in(zero.module, {key: stand_in for key, (_, stand_in) in stand_ins.items()}):
+    shapes: dict[torch.Tensor, torch.Tensor] = {}
+    for parameter in zero.module.parameters():
+        empty = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
+        shapes[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in zero.module.buffers():
+        shapes[buffer] = torch.empty_like(buffer, device="meta")
+    with standing_in(zero.module, {id(tensor): shape for tensor, shape in shapes.items()}):
         state = zero.module.state_dict(prefix=prefix, keep_vars=True)
-    live = {id(stand_in): tensor for tensor, stand_in in stand_ins.values()}
-    keys = Keys({}, {}, {})
+    live = {id(shape): tensor for tensor, shape in shapes.items()}
+    keys = Keys({}, {})
     for key, value in state.items():
-        tensor = live.get(id(value))
-        if isinstance(tensor, nn.Parameter):
-            keys.parameters.setdefault(tensor, []).append(key)
-        elif tensor is not None:
-            keys.buffers.setdefault(tensor, []).append(key)
+        if id(value) in live:
+            keys.tensors.setdefault(live[id(value)], []).append(key)
         elif isinstance(value, torch.Tensor) and value.is_meta:
             raise UnsupportedCheckpointError(
                 "a state_dict hook, or a module's _save_to_state_dict, computes new values from the whole state dict",
@@ -65,17 +68,6 @@ def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
     return keys
 
 
-def shapes_of(zero: Wrapped) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return for every parameter and buffer, by id: itself, and a tensor of its whole shape without data."""
-    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for parameter in zero.module.parameters():
-        empty = torch.empty(zero.shape_of(parameter), dtype=parameter.dtype, device="meta")
-        stand_ins[id(parameter)] = parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in zero.module.buffers():
-        stand_ins[id(buffer)] = buffer, torch.empty_like(buffer, device="meta")
-    return stand_ins
-
-
 def iter_zero_strict_state_dict(
     model: Any,
     max_shard_bytes: int,
@@ -85,7 +77,6 @@ def iter_zero_strict_state_dict(
     only_rank_0: bool = True,
     device: torch.device | str = "cpu",
     ties: Ties = "share",
-    pinned: dict[str, Any] | None = None,
 ) -> Generator[Shard]:
     """Yield the strict state dict in shards, in the order of the chunks.
 
@@ -101,7 +92,6 @@ def iter_zero_strict_state_dict(
         only_rank_0: see `zero_strict_state_dict`.
         device: the device of the values.
         ties: see `zero_strict_state_dict`; names that share a storage are in the same shard.
-        pinned: pinned memory by key, which receives the values; missing entries are allocated.
 
     Yields:
         A shard and its size in bytes.
@@ -109,41 +99,53 @@ def iter_zero_strict_state_dict(
     Raises:
         CheckpointError: on every rank; except for out of memory, before the first shard.
     """
-    device = torch.device(device)
-    dtype = precision_of(model, dtype)
-    arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": device.type, "ties": ties}
+    options = StateDictOptions(precision_of(model, dtype), only_rank_0, device, prefix, ties=ties)
+    yield from state_dict_shards(model, max_shard_bytes, options)
+
+
+def state_dict_shards(
+    model: Any, max_shard_bytes: int, options: StateDictOptions, pinned: dict[str, Any] | None = None
+) -> Generator[Shard]:
+    """Do what `iter_zero_strict_state_dict` does; pinned memory, by key, receives the values if given."""
     # Enumerated twice, because the ranks must also agree that it is possible.
-    zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_digest(model, prefix))
-    keys = keys_of(zero, prefix)
-    everywhere = not only_rank_0
-    fate = GroupErrors(zero.ranks, "calling state_dict_shard", "no rank has all shards")
-    shard: OrderedDict[str, Any] = OrderedDict()
+    compared = {"max_shard_bytes": max_shard_bytes, "keys": _digest(model, options.prefix)}
+    gather = begin(model, "state_dict_shard", options, "no rank has all shards", compared)
+    keys = keys_of(gather.zero, options.prefix)
+    yield from iter_shards(_entries(gather, keys, options, pinned), max_shard_bytes, gather.errors)
+
+
+def iter_shards(
+    entries: Iterable[tuple[Mapping[Any, Any] | None, int]], max_shard_bytes: int, errors: GroupErrors
+) -> Generator[tuple[OrderedDict[Any, Any], int]]:
+    """Yield entries in shards, each with its size in bytes; then raise on all ranks if one has failed.
+
+    An error that is thrown into the generator, since a shard could not be written, makes this rank fail.
+
+    Args:
+        entries: what belongs together, or None on a rank that has none or has failed, and its size.
+        max_shard_bytes: a shard is larger only if it has a single entry with a size.
+        errors: the failures of the ranks.
+    """
+    shard: OrderedDict[Any, Any] = OrderedDict()
     size = 0
-    for names, value, cost in _items(zero, keys, dtype, device, everywhere, fate):
-        names = names[:1] if ties == "omit" else names
-        cost *= len(names) if ties == "copy" else 1
-        if size and size + cost > max_shard_bytes:
-            yield from handed_over(fate.attempt(partial(pinned_copy, shard, pinned)), size, fate)
+    for held, cost in entries:
+        if size and cost and size + cost > max_shard_bytes:
+            yield from _hand_over(shard, size, errors)
             shard = OrderedDict()
             size = 0
+        shard.update(held or {})
         size += cost
-        if value is not None:
-            shard[names[0]] = value
-            for name in names[1:]:
-                shard[name] = fate.attempt(value.clone) if ties == "copy" else value
-    if everywhere or zero.is_first:
-        shard.update(keys.others)
-    yield from handed_over(fate.attempt(partial(pinned_copy, shard, pinned)), size, fate)
-    fate.meet()
+    yield from _hand_over(shard, size, errors)
+    errors.raise_on_all()
 
 
-def handed_over(shard: Any, size: int, fate: GroupErrors) -> Iterator[tuple[Any, int]]:
+def _hand_over(shard: Any, size: int, errors: GroupErrors) -> Iterator[tuple[Any, int]]:
     """Yield a shard, unless this rank has failed; an error thrown into the generator makes it fail."""
-    if fate.failure is None:
+    if errors.failure is None:
         try:
             yield shard, size
         except Exception as error:  # noqa: BLE001 - any error of the consumer has to be reported to the other ranks
-            fate.failure = error
+            errors.failure = error
 
 
 @contextmanager
@@ -176,16 +178,32 @@ def consumer_errors_reported(owner: Any, method: str) -> Iterator[None]:
         delattr(owner, method)
 
 
-def _items(
-    zero: Wrapped, keys: Keys, dtype: Precision, device: torch.device, everywhere: bool, fate: GroupErrors
-) -> Iterator[tuple[list[str], torch.Tensor | None, int]]:
-    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere, fate=fate):
-        if names := keys.parameters.get(parameter):
-            yield names, value, zero.shape_of(parameter).numel() * dtype_of(zero, parameter, dtype).itemsize
-    for buffer, names in keys.buffers.items():
+def _entries(
+    gather: Gather, keys: Keys, options: StateDictOptions, pinned: dict[str, Any] | None
+) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """Yield the entries of each tensor under its keys, with their size in bytes, and all others at last."""
+
+    def entries(names: list[str], value: torch.Tensor) -> dict[str, Any]:
+        values = [value, *(value.clone() if options.ties == "copy" else value for _ in names[1:])]
+        return pinned_copy(dict(zip(names, values, strict=True)), pinned)
+
+    attempt = gather.errors.attempt
+    for names, value, cost in _tensors(gather, keys, options.dtype):
+        kept = names[:1] if options.ties == "omit" else names
+        size = cost * (len(kept) if options.ties == "copy" else 1)
+        yield None if value is None else attempt(partial(entries, kept, value)), size
+    yield attempt(partial(pinned_copy, keys.others, pinned)) if gather.receives else None, 0
+
+
+def _tensors(gather: Gather, keys: Keys, dtype: Precision) -> Iterator[tuple[list[str], torch.Tensor | None, int]]:
+    """Yield the keys, the value, and the size in bytes of every parameter and buffer."""
+    zero = gather.zero
+    for parameter, value in parameter_values(gather, dtype):
+        if names := keys.tensors.pop(parameter, None):
+            yield names, value, whole_shape(parameter).numel() * dtype_of(zero, parameter, dtype).itemsize
+    for buffer, names in keys.tensors.items():
         given = dtype_of(zero, buffer, dtype)
-        receives = everywhere or zero.is_first
-        value = fate.attempt(partial(own_copy, buffer, given, device)) if receives else None
+        value = gather.errors.attempt(partial(own_copy, buffer, given, gather.device)) if gather.receives else None
         yield names, value, buffer.numel() * given.itemsize
 
 
@@ -195,5 +213,5 @@ def _digest(model: Any, prefix: str) -> str:
         keys = keys_of(wrapped(model), prefix)
     except Exception as error:  # noqa: BLE001 - each rank sends it to the others, and raises it again itself
         return f"{type(error).__name__}: {error}"
-    names = [*sum(keys.parameters.values(), []), *sum(keys.buffers.values(), []), *keys.others]
+    names = [*sum(keys.tensors.values(), []), *keys.others]
     return f"{len(names)} with SHA-256 {hashlib.sha256(chr(0).join(names).encode()).hexdigest()}"

@@ -8,14 +8,15 @@ the dict changes, and a module may load itself in any way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.gathering import own_copy
@@ -77,7 +78,8 @@ class StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         for parameter in zero.module.parameters():
             is_whole = parameter not in zero.working and not tensor_parallel.is_sharded(parameter)
             dtype = torch.float32 if parameter in zero.masters else parameter.dtype
-            made = nn.Parameter(self._made(zero.shape_of(parameter), dtype), requires_grad=parameter.requires_grad)
+            value = self._made(tensor_parallel.whole_shape(parameter), dtype)
+            made = nn.Parameter(value, requires_grad=parameter.requires_grad)
             self._add(parameter, _Record(made, zero.names[parameter], parameter if is_whole else None))
         for buffer in zero.module.buffers():
             self._add(buffer, _Record(self._made(buffer.shape, buffer.dtype), [], buffer))
@@ -152,6 +154,69 @@ class StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
                 where=join_some(list(self._unloaded)),
                 hint="add the parameter to the state dict, for example from the present model.state_dict()",
             )
+
+
+@contextmanager
+def standing_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Replace a module's parameters and buffers by other tensors, under every name, within this scope.
+
+    ColossalAI's tensor-parallel layers (0.5.0, shardformer/layer/parallel_module.py) have their own methods to save and
+    load, which gather and slice. The replacements are already whole, so PyTorch's methods replace these, too.
+    """
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    methods = ("_save_to_state_dict", "_load_from_state_dict")
+    for owner in module.modules():
+        for held in (vars(owner)["_parameters"], vars(owner)["_buffers"]):
+            undo += [(held, name, tensor) for name, tensor in held.items() if id(tensor) in values]
+    own_methods = [
+        (owner.__dict__, name, getattr(nn.Module, name).__get__(owner))
+        for owner in module.modules()
+        for name in methods
+        if getattr(type(owner), name).__module__.startswith("colossalai.")
+    ]
+    try:
+        for held, name, tensor in undo:
+            held[name] = values[id(tensor)]
+        for namespace, name, method in own_methods:
+            namespace[name] = method
+        yield
+    finally:
+        for held, name, tensor in undo:
+            held[name] = tensor
+        for namespace, name, _ in own_methods:
+            namespace.pop(name, None)
+
+
+class NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Refuses every operation on a parameter whose storage ColossalAI has freed, which would crash torch."""
+
+    def __init__(self, zero: Wrapped) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._zero = zero
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and not tensor.is_meta:
+                self._check(func, tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, func: Any, tensor: torch.Tensor) -> None:
+        if tensor.untyped_storage().nbytes() == 0:
+            raise CheckpointError(
+                "a state_dict hook, or a method of the module, reads a parameter that ZeRO has sharded and freed",
+                found=f"{func} of a tensor of shape {tuple(tensor.shape)} without memory",
+                expected="only the state dict that it is given, or the module's registered parameters",
+                where=", ".join(self._names_of(tensor)) or None,
+                hint="take the values from the state dict that the hook is given",
+            )
+
+    def _names_of(self, freed: torch.Tensor) -> list[str]:
+        """Return the names of a freed parameter: those of a chunk share a storage at different offsets."""
+
+        def place(tensor: torch.Tensor) -> tuple[Any, Any]:
+            return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+        return [name for p, names in self._zero.names.items() if place(p) == place(freed) for name in names]
 
 
 def _place(tensor: torch.Tensor) -> object:

@@ -10,27 +10,47 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.deepcopy_memo import memo_of_uncopied
-from mcore_ckpt_ext.colossalai.gathering import own_copy, whole_values
+from mcore_ckpt_ext.colossalai.gathering import Gather, own_copy
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
+from mcore_ckpt_ext.colossalai.replaced import keeps_signature
+from mcore_ckpt_ext.colossalai.stand_ins import NoFreedStorage, standing_in
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, counted
 
 Precision = Literal["master", "compute"] | torch.dtype
 Ties = Literal["share", "copy", "omit"]
+Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class StateDictOptions:
+    """Options of a call that returns the state of a wrapper, the same on all ranks.
+
+    Args:
+        dtype: see `zero_strict_state_dict`; never None (`precision_of`).
+        only_rank_0: see `zero_strict_state_dict`, like all others.
+        device: each rank may name its own GPU, so only its type has to be equal.
+    """
+
+    dtype: Precision
+    only_rank_0: bool = True
+    device: torch.device | str = "cpu"
+    prefix: str = ""
+    keep_vars: bool = False
+    ties: Ties = "share"
+
+
+@keeps_signature
 def zero_strict_state_dict(
     model: Any, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, dtype: Precision | None = None,
     only_rank_0: bool = True, device: torch.device | str = "cpu", ties: Ties = "share",
@@ -56,11 +76,9 @@ def zero_strict_state_dict(
     Raises:
         CheckpointError: on every rank, before or after gathering; never on some ranks only.
     """
-    result = OrderedDict() if destination is None else destination
-    callers = dict(result)
+    callers = dict(destination or {})
 
-    def enumerate_(zero: Wrapped, values: _Values) -> None:
-        nonlocal result
+    def state_dict_of(zero: Wrapped, values: _Values) -> Any:
         with standing_in(zero.module, values), NoFreedStorage(zero):
             for hook in getattr(model, "_state_dict_pre_hooks", {}).values():
                 hook(model, prefix, keep_vars)
@@ -68,9 +86,12 @@ def zero_strict_state_dict(
             result = _with_hooks_of(model, result, prefix)
         if ties != "share":
             _untie(result, callers, omit=ties == "omit")
+        return result
 
-    arguments = {"prefix": prefix, "keep_vars": keep_vars, "ties": ties}
-    _with_values(model, enumerate_, "state_dict", dtype, only_rank_0, torch.device(device), **arguments)
+    options = StateDictOptions(precision_of(model, dtype), only_rank_0, device, prefix, keep_vars, ties)
+    result = _make_from_values(model, "state_dict", options, state_dict_of)
+    if result is None:
+        return OrderedDict() if destination is None else destination
     return result
 
 
@@ -91,48 +112,42 @@ def get_static_torch_model(
     Raises:
         CheckpointError: on every rank; also if the module's layers are tensor-parallel, and so cannot compute alone.
     """
-    result: nn.Module | None = None
 
-    def copied(zero: Wrapped, values: _Values) -> None:
-        nonlocal result
+    def copy_of(zero: Wrapped, values: _Values) -> nn.Module:
         _refuse_tensor_parallel(zero)
         with NoFreedStorage(zero):
-            result = copy.deepcopy(zero.module, memo_of_uncopied(zero.module) | values)
+            return copy.deepcopy(zero.module, memo_of_uncopied(zero.module) | values)
 
-    _with_values(zero_ddp_model, copied, "get_static_torch_model", dtype, only_rank_0, torch.device(device))
-    return result
+    options = StateDictOptions(precision_of(zero_ddp_model, dtype), only_rank_0, device)
+    return _make_from_values(zero_ddp_model, "get_static_torch_model", options, copy_of)
 
 
 _Values = dict[int, torch.Tensor]
 """Replacements for live parameters and buffers, by id."""
 
 
-def _with_values(
-    model: Any, work: Callable[[Wrapped, _Values], None], call: str, dtype: Precision | None, only_rank_0: bool,
-    device: torch.device, **arguments: object,
-) -> None:  # fmt: skip
-    """Gather all values, and call `work` with them on ranks that receive them.
+def _make_from_values(
+    model: Any, call: str, options: StateDictOptions, make: Callable[[Wrapped, _Values], Result]
+) -> Result | None:
+    """Gather all values, and return what `make` makes of them; None on ranks that do not receive them.
 
     Its errors reach all ranks.
     """
-    dtype = precision_of(model, dtype)
-    # Each rank may name its own GPU, so only the device type has to be equal.
-    zero = begun(model, call, dtype, only_rank_0, device=device.type, **arguments)
-    fate = GroupErrors(zero.ranks, f"calling {call}", "no rank has a result")
-    everywhere = not only_rank_0
+    gather = begin(model, call, options, "no rank has a result")
+    zero = gather.zero
     values: _Values = {}
-    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere, fate=fate):
+    for parameter, value in parameter_values(gather, options.dtype):
         if value is not None:
             values[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
 
-    def finish() -> None:
+    def finish() -> Result:
         for buffer in zero.module.buffers():
-            values[id(buffer)] = own_copy(buffer, dtype_of(zero, buffer, dtype), device)
-        work(zero, values)
+            values[id(buffer)] = own_copy(buffer, dtype_of(zero, buffer, options.dtype), gather.device)
+        return make(zero, values)
 
-    if everywhere or zero.is_first:
-        fate.attempt(finish)
-    fate.meet()
+    result = gather.errors.attempt(finish) if gather.receives else None
+    gather.errors.raise_on_all()
+    return result
 
 
 def precision_of(model: Any, dtype: Precision | None) -> Precision:
@@ -146,8 +161,17 @@ def precision_of(model: Any, dtype: Precision | None) -> Precision:
     return "master" if getattr(model, "master_weights", True) else "compute"
 
 
-def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **arguments: object) -> Wrapped:
+def begin(
+    model: Any, call: str, options: StateDictOptions, consequence: str, compared: Mapping[str, object] | None = None
+) -> Gather:
     """Inspect the wrapper, and check the call on all ranks.
+
+    Args:
+        model: the wrapper.
+        call: the call on this rank.
+        options: what it returns.
+        consequence: the state in which a later failure leaves the job.
+        compared: further arguments that must be equal on all ranks.
 
     Raises:
         CheckpointError: the model is no ZeRO wrapper.
@@ -156,11 +180,12 @@ def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **argument
     zero = wrapped(model)
 
     def inspect_here() -> None:
-        _refuse_unknown_ties(arguments.get("ties", "share"))
-        refuse_nan(zero, source_of(zero, dtype))
+        _refuse_unknown_ties(options.ties)
+        refuse_nan(zero, source_of(zero, options.dtype))
 
-    zero.ranks.same_call(call, {"dtype": dtype, "only_rank_0": only_rank_0, **arguments}, inspect_here)
-    return zero
+    device = torch.device(options.device)
+    zero.ranks.same_call(call, {**vars(options), "device": device.type, **(compared or {})}, inspect_here)
+    return Gather(zero, GroupErrors(zero.ranks, f"calling {call}", consequence), not options.only_rank_0, device)
 
 
 def _refuse_unknown_ties(ties: object) -> None:
@@ -219,94 +244,28 @@ def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dty
     return tensor.dtype
 
 
-def parameter_values(
-    zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool, fate: GroupErrors
-) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
+def parameter_values(gather: Gather, dtype: Precision) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
     """Yield every parameter with its whole value, or None on ranks that do not receive it.
 
     All ranks iterate.
     """
+    zero = gather.zero
+    errors = gather.errors
     given = dtype if isinstance(dtype, torch.dtype) else {"master": torch.float32, "compute": zero.compute_dtype}[dtype]
-    places = source_of(zero, dtype)
-    yield from whole_values(
-        zero, places, lambda chunk: chunk.payload, given, device=device, everywhere=everywhere, fate=fate
-    )
+    yield from gather.whole_values(source_of(zero, dtype), lambda chunk: chunk.payload, given)
     for parameter in zero.outside:
         room = None
         local = parameter.detach()
         if tensor_parallel.is_sharded(parameter):
-            room = fate.attempt(partial(tensor_parallel.room_for, parameter, parameter.dtype, parameter.device))
-            local = fate.attempt(local.contiguous)  # type: ignore[assignment]  # no rank has failed
-            fate.meet()
-        if not (everywhere or zero.is_first):
+            room = errors.attempt(partial(tensor_parallel.room_for, parameter, parameter.dtype, parameter.device))
+            local = errors.attempt(local.contiguous)  # type: ignore[assignment]  # no rank has failed
+            errors.raise_on_all()
+        if not gather.receives:
             yield parameter, None
             continue
         # Tensor-parallel ranks of one kind all receive, so they gather among themselves.
         whole = tensor_parallel.whole(parameter, local, room)
-        yield parameter, fate.attempt(partial(own_copy, whole, dtype_of(zero, parameter, dtype), device))
-
-
-@contextmanager
-def standing_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Replace a module's parameters and buffers by other tensors, under every name, within this scope.
-
-    ColossalAI's tensor-parallel layers (0.5.0, shardformer/layer/parallel_module.py) have their own methods to save and
-    load, which gather and slice. The replacements are already whole, so PyTorch's methods replace these, too.
-    """
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    methods = ("_save_to_state_dict", "_load_from_state_dict")
-    for owner in module.modules():
-        for held in (vars(owner)["_parameters"], vars(owner)["_buffers"]):
-            undo += [(held, name, tensor) for name, tensor in held.items() if id(tensor) in values]
-    own_methods = [
-        (owner.__dict__, name, getattr(nn.Module, name).__get__(owner))
-        for owner in module.modules()
-        for name in methods
-        if getattr(type(owner), name).__module__.startswith("colossalai.")
-    ]
-    try:
-        for held, name, tensor in undo:
-            held[name] = values[id(tensor)]
-        for namespace, name, method in own_methods:
-            namespace[name] = method
-        yield
-    finally:
-        for held, name, tensor in undo:
-            held[name] = tensor
-        for namespace, name, _ in own_methods:
-            namespace.pop(name, None)
-
-
-class NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Refuses every operation on a parameter whose storage ColossalAI has freed, which would crash torch."""
-
-    def __init__(self, zero: Wrapped) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._zero = zero
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() and not tensor.is_meta:
-                self._check(func, tensor)
-        return func(*args, **(kwargs or {}))
-
-    def _check(self, func: Any, tensor: torch.Tensor) -> None:
-        if tensor.untyped_storage().nbytes() == 0:
-            raise CheckpointError(
-                "a state_dict hook, or a method of the module, reads a parameter that ZeRO has sharded and freed",
-                found=f"{func} of a tensor of shape {tuple(tensor.shape)} without memory",
-                expected="only the state dict that it is given, or the module's registered parameters",
-                where=", ".join(self._names_of(tensor)) or None,
-                hint="take the values from the state dict that the hook is given",
-            )
-
-    def _names_of(self, freed: torch.Tensor) -> list[str]:
-        """Return the names of a freed parameter: those of a chunk share a storage at different offsets."""
-
-        def place(tensor: torch.Tensor) -> tuple[Any, Any]:
-            return tensor.untyped_storage()._cdata, tensor.storage_offset()
-
-        return [name for p, names in self._zero.names.items() if place(p) == place(freed) for name in names]
+        yield parameter, errors.attempt(partial(own_copy, whole, dtype_of(zero, parameter, dtype), gather.device))
 
 
 def _with_hooks_of(model: Any, result: Any, prefix: str) -> Any:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Container, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from mcore_ckpt_ext.colossalai.ranks import Ranks
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, format_ranks
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, format_ranks, join_some
 from mcore_ckpt_ext.storage.crc32 import crc32
 
 _WHOLE_BYTES = 16 << 20
 _SAMPLES = 16
 _SAMPLE_BYTES = 4 << 10
-_SHOWN = 3
 
 Digests = dict[str, str]
+Result = TypeVar("Result")
 
 
 def digests(content: Mapping[Any, object], own: Container[str] = ()) -> Digests:
@@ -46,29 +46,51 @@ def digests(content: Mapping[Any, object], own: Container[str] = ()) -> Digests:
     }
 
 
-def summary(found: Digests) -> str:
+def same_digests(
+    ranks: Ranks,
+    call: str,
+    arguments: Mapping[str, object],
+    inspect_here: Callable[[], tuple[Digests | None, Result]],
+    untouched: str,
+) -> dict[int, tuple[str | None, Result]]:
+    """Do what `Ranks.same_call` does, and make sure that all ranks with content have the same.
+
+    `inspect_here` returns the digests of this rank's content, or None if it has none, and a result.
+
+    Returns:
+        By rank, one digest of everything, or None, and the result.
+
+    Raises:
+        ResumeRefusedError: on all ranks; if contents differ, it says which entries do.
+    """
+    local: Digests = {}
+
+    def summarize() -> tuple[str | None, Result]:
+        content, result = inspect_here()
+        local.update(content or {})
+        return None if content is None else _summary(content), result
+
+    inspected = ranks.same_call(call, arguments, summarize, untouched)
+    if len({digest for digest, _ in inspected.values() if digest is not None}) > 1:
+        by_rank = {rank: held for rank, held in ranks.by_rank(local).items() if inspected[rank][0] is not None}
+        raise _refusal(by_rank, untouched)
+    return inspected
+
+
+def _summary(content: Digests) -> str:
     """Return one digest of everything, independent of the order of the keys."""
-    lines = "\n".join(f"{path}\0{digest}" for path, digest in sorted(found.items()))
+    lines = "\n".join(f"{path}\0{digest}" for path, digest in sorted(content.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: Digests, untouched: str) -> None:
-    """If the summaries of ranks with content differ, find out which entries do; all ranks must call this.
-
-    Raises:
-        ResumeRefusedError: on all ranks.
-    """
-    if len({digest for digest in summaries.values() if digest is not None}) < 2:
-        return
-    by_rank = {rank: rank_digests for rank, rank_digests in ranks.by_rank(found).items() if summaries[rank] is not None}
+def _refusal(by_rank: Mapping[int, Digests], untouched: str) -> ResumeRefusedError:
     paths = sorted({path for rank_digests in by_rank.values() for path in rank_digests})
     differing = [path for path in paths if len({rank_digests.get(path) for rank_digests in by_rank.values()}) > 1]
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    raise ResumeRefusedError(
+    return ResumeRefusedError(
         f"the ranks pass different contents; {untouched}",
         found=_sides(by_rank, differing[0]),
         expected="the same keys and values on every rank",
-        where=f"{', '.join(differing[:_SHOWN])}{more}",
+        where=join_some(differing, 3),
         hint="load the same files on every rank (a stale copy on a local disk?), or give the whole dict to rank 0 of "
         "the ZeRO group and an empty one to the others",
     )

@@ -133,16 +133,7 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.Tensor | None:
-    """Return the padding rows of the value that `whole` has just gathered.
-
-    Args:
-        parameter: see `whole`.
-        room: see `whole`.
-        local: see `whole`.
-
-    Returns:
-        None if the parameter has none.
-    """
+    """Return the padding rows of the value that `whole` has just gathered; None if it has none."""
     if padding_shape(parameter) is None:
         return None
     padded = local if room is None else room.padded

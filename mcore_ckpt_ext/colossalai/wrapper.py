@@ -76,10 +76,6 @@ class Wrapped:
         """The rank in the job of rank 0 of the group."""
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
-    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
-        """Return the shape in the unwrapped, unsharded, unpadded module."""
-        return tensor_parallel.whole_shape(parameter)
-
 
 def wrapped(model: Any) -> Wrapped:
     """Inspect a ZeRO wrapper.
@@ -117,6 +113,14 @@ def wrapped(model: Any) -> Wrapped:
         ranks=Ranks((group, *(other for other in others if other is not None))),
         names=names,
     )
+
+
+def persistent_buffers(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that a state dict has, by name; of a shared module once, or under each name."""
+    for prefix, owner in module.named_modules(remove_duplicate=remove_duplicate):
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 def _partner(manager: Any, master: torch.Tensor) -> Any:

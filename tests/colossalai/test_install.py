@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +17,11 @@ import pytest
 import torch
 from colossalai.zero import GeminiDDP, GeminiOptimizer
 from colossalai_on_cpu import ranks
+from torch import nn
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
+from mcore_ckpt_ext.colossalai import classes
+from mcore_ckpt_ext.colossalai.replaced import ORIGINAL
 from tests.colossalai.jobs import gathered_masters, refusal, same_bits, train, wrap
 from tests.colossalai.models import TinyGPT
 
@@ -26,8 +31,8 @@ REPOSITORY = Path(__file__).parents[2]
 def test_install_and_uninstall_as_often_as_one_likes() -> None:
     from colossalai.booster.plugin.gemini_plugin import GeminiCheckpointIO
 
-    classes = (GeminiDDP, GeminiOptimizer, GeminiCheckpointIO)
-    before = [dict(vars(cls)) for cls in classes]
+    patched = (GeminiDDP, GeminiOptimizer, GeminiCheckpointIO)
+    before = [dict(vars(cls)) for cls in patched]
     static = colossalai.zero.get_static_torch_model
     try:
         for _ in range(2):
@@ -41,7 +46,7 @@ def test_install_and_uninstall_as_often_as_one_likes() -> None:
     finally:
         strict.uninstall()
         strict.uninstall()
-    assert [dict(vars(cls)) for cls in classes] == before
+    assert [dict(vars(cls)) for cls in patched] == before
     assert colossalai.zero.get_static_torch_model is colossalai.zero.gemini.utils.get_static_torch_model is static
     assert [patch_point.state for patch_point in strict.status()] == ["not patched"] * 8
 
@@ -59,6 +64,34 @@ def test_uninstall_keeps_later_patches() -> None:
         assert vars(GeminiDDP)["state_dict"] is on_top
     finally:
         GeminiDDP.state_dict = before
+
+
+@pytest.mark.parametrize("target", [target for targets in classes.PLUGINS.values() for target in targets])
+def test_methods_are_called_as_those_that_they_replace(target: classes.Target) -> None:
+    cls = classes.find(target)
+    assert cls is not None
+    attributes = target.methods.namespace(cls)
+    replaced = [name for name in attributes if f"{ORIGINAL}{name}" in attributes]
+    assert replaced
+    for name in replaced:
+        theirs = _named_parameters(attributes[f"{ORIGINAL}{name}"])
+        ours = signature(attributes[name])
+        owner = theirs[: theirs[:1] == ["self"]]
+        passed = theirs[len(owner) :]
+        by_position = ours.bind(*owner, *passed).arguments
+        by_name = ours.bind(*owner, **dict(zip(passed, passed, strict=True))).arguments
+        named = [*by_position.items(), *by_name.items()]
+        assert all(value in (key, "self") for key, value in named if isinstance(value, str)), name
+
+
+def test_the_function_takes_what_the_method_of_a_module_does() -> None:
+    assert {*_named_parameters(nn.Module.state_dict)} - {"self"} <= {*_named_parameters(strict.zero_strict_state_dict)}
+
+
+def _named_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters, without those of `*args` and `**kwargs`."""
+    collecting = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [name for name, parameter in signature(function).parameters.items() if parameter.kind not in collecting]
 
 
 def test_a_dtype_that_is_none_is_refused_before_anything_is_patched() -> None:

@@ -17,6 +17,11 @@ def of_a_file(a, b, c, d, e, f, g, h):
 
 def from_text(cls, a, b, c, d, e, f, g):
     return a
+
+
+@keeps_signature
+def state_dict(a, b, c, d, e, f, g, h):
+    return a
 """
 
 
