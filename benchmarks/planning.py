@@ -35,7 +35,7 @@ import synthetic
 from command_line import parser_of
 from megatron.core import dist_checkpointing
 
-from mcore_ckpt_ext.collectives import agreed_here
+from mcore_ckpt_ext.collectives import agree_here
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
@@ -110,7 +110,7 @@ def hand_over(run: Path, way: Connection) -> None:
     """Do the first rank's work before the others': read the index, check that all files exist, and send it."""
     begun, busy = time.monotonic(), time.process_time()
     arguments = argparse.Namespace(load=str(run), ckpt_step=None)
-    data = agreed_here(
+    data = agree_here(
         "looking", lambda: pickle.dumps(probe_checkpoint(arguments, "load", str(run), shares_index=True).index)
     )
     way.send((time.monotonic() - begun, time.process_time() - busy, resident("VmHWM")))
@@ -161,11 +161,11 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     assert handed is not None  # noqa: S101 - otherwise another way was measured
     stored = FolderIndex(iteration, handed)
     with share_index(stored):
-        agreed_here("looking at the checkpoint", lambda: dist_checkpointing.load_common_state_dict(str(iteration)))
+        agree_here("looking at the checkpoint", lambda: dist_checkpointing.load_common_state_dict(str(iteration)))
         seen = time.process_time() - busy
-        checkpoint = agreed_here("opening the checkpoint", opened)
+        checkpoint = agree_here("opening the checkpoint", opened)
         opening = time.process_time() - busy
-        plan = agreed_here("planning the resume", planned)
+        plan = agree_here("planning the resume", planned)
     seconds, busy = time.monotonic() - begun, time.process_time() - busy
     memory = resident("VmHWM")
     own = sum(want.slice.numel * (2 if want.kind == WEIGHT else 4) for want in wanted)

@@ -262,13 +262,13 @@ JOB = TorchRanks()
 """All ranks of this job."""
 
 
-def agreed(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> list[Result]:
+def agree(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> list[Result]:
     """Do `work` on every rank of the job; see `TorchRanks.agree`."""
     return JOB.agree(work, phase, consequence)
 
 
-def agreed_here(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> Result:
-    """Do what `agreed` does, but return only this rank's own result, which is not sent."""
+def agree_here(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> Result:
+    """Do what `agree` does, but return only this rank's own result, which is not sent."""
     return JOB.agree_here(work, phase, consequence)
 
 
@@ -308,12 +308,12 @@ def _has_own_message(error: BaseException) -> bool:
 
 def reasons_of_all(reason: str | None) -> str:
     """Collect reasons from all ranks and list them on every rank; empty if there is none."""
-    return listed_of_all(gather(reason))
+    return list_reasons_of_all(gather(reason))
 
 
-def listed_of_all(reasons: Sequence[str | None]) -> str:
+def list_reasons_of_all(reasons: Sequence[str | None]) -> str:
     """List the reasons of the ranks, one item a rank; the result is empty if all are None."""
-    return _listed({rank: text for rank, text in enumerate(reasons) if text is not None})
+    return _list_reasons({rank: text for rank, text in enumerate(reasons) if text is not None})
 
 
 def refusal(phase: str, reasons: dict[int, str], consequence: str = OPTIMIZER_UNCHANGED) -> ResumeRefusedError:
@@ -324,7 +324,7 @@ def refusal(phase: str, reasons: dict[int, str], consequence: str = OPTIMIZER_UN
         reasons: texts by `reason_of`, by rank; ranks that did not refuse are absent.
         consequence: the state in which a refusal leaves the job.
     """
-    return ResumeRefusedError(refusal_text(phase, _listed(reasons), consequence))
+    return ResumeRefusedError(refusal_text(phase, _list_reasons(reasons), consequence))
 
 
 def refusal_text(phase: str, reason: str, consequence: str = OPTIMIZER_UNCHANGED) -> str:
@@ -332,7 +332,7 @@ def refusal_text(phase: str, reason: str, consequence: str = OPTIMIZER_UNCHANGED
     return f"mcore_ckpt_ext refused while {phase}; {consequence}\n  {reason}"
 
 
-def _listed(reasons: dict[int, str]) -> str:
+def _list_reasons(reasons: dict[int, str]) -> str:
     """List each reason with its ranks; leave out empty reasons unless all are empty.
 
     A rank with an empty reason only reports that another rank failed.

@@ -67,14 +67,14 @@ class Setting(Generic[Value]):
     @property
     def is_valid(self) -> bool:
         """True if the variable is not set or its text is valid."""
-        return self._parsed()[1]
+        return self._parse_text()[1]
 
     @property
     def value(self) -> Value:
         """The current value."""
-        return self._parsed()[0]
+        return self._parse_text()[0]
 
-    def _parsed(self) -> tuple[Value, bool]:
+    def _parse_text(self) -> tuple[Value, bool]:
         if self.text is None:
             return self.default, True
         try:
@@ -111,7 +111,7 @@ def _word(*words: str) -> Callable[[str], str]:
     return parse
 
 
-def _asked_for(word: str) -> Callable[[str], bool]:
+def _switch_parser(word: str) -> Callable[[str], bool]:
     """Return a parser of a setting that is off unless its text is a word."""
     parse = _word(word, *_OFF)
     return lambda text: parse(text) == word
@@ -137,7 +137,7 @@ def _seconds(text: str) -> float:
 
 SWITCH = Setting("MCORE_CKPT_EXT", "0, false, no or off switches the package off", True, parse_switch)
 VERIFY_ALL = Setting(
-    "MCORE_CKPT_EXT_VERIFY", "full: checksums of all records before a resume", False, _asked_for("full")
+    "MCORE_CKPT_EXT_VERIFY", "full: checksums of all records before a resume", False, _switch_parser("full")
 )
 ACCEPT_LOST = Setting(
     "MCORE_CKPT_EXT_ACCEPT_LOST",
@@ -149,7 +149,7 @@ NEW_TOKENS = Setting(
     "MCORE_CKPT_EXT_NEW_TOKENS",
     "keep: tokens missing from the checkpoint keep the model's initialization",
     False,
-    _asked_for("keep"),
+    _switch_parser("keep"),
 )
 PROOF = Setting(
     "MCORE_CKPT_EXT_PROOF",

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of
-from mcore_ckpt_ext.storage.scaled import ReadCodes, decode, scaled_by
+from mcore_ckpt_ext.storage.scaled import ReadCodes, decode, scale_reads
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.tensor_locations import TensorLocations
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -184,7 +184,7 @@ class Transfer:
             codes = partial(self._read_one, self.locate(extent.codes))
             scales: ReadCodes = partial(self._read_one, self.locate(extent.scales))
             if extent.common_scale is not None:
-                scales = scaled_by(scales, self._read_one(self.locate(extent.common_scale), 0, 1))
+                scales = scale_reads(scales, self._read_one(self.locate(extent.common_scale), 0, 1))
             rows = [decode(extent, first + row * stride, length, codes, scales) for row in range(count)]
             return rows[0] if count == 1 else torch.cat(rows)
         if isinstance(extent, ReorderedMatrix):
@@ -295,7 +295,7 @@ def read_wanted(
     names = [region.name for region in wanted.slice.regions]
     derivation = derivation_of(source, wanted.kind, names[0])
     if derivation is not None:
-        return _derived(derivation, transfer, wanted, accept_lost)
+        return _derive(derivation, transfer, wanted, accept_lost)
     # Plan first: planning fails if elements are missing, before memory is allocated for them.
     plan = make_plan([wanted], source, accept_lost)
     result = allocate(wanted.slice.numel, getattr(torch, wanted.tensors[names[0]].dtype))
@@ -304,7 +304,7 @@ def read_wanted(
     return result
 
 
-def _derived(derivation: Derivation, transfer: Transfer, target: TargetSlice, accept_lost: bool) -> torch.Tensor:
+def _derive(derivation: Derivation, transfer: Transfer, target: TargetSlice, accept_lost: bool) -> torch.Tensor:
     inputs = [read_wanted(source, transfer, needed, accept_lost) for source, needed in derivation.inputs(target)]
     result: torch.Tensor = derivation.values(target, inputs)
     return result

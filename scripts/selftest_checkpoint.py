@@ -14,9 +14,9 @@ from megatron_on_cpu import launch
 
 from mcore_ckpt_ext.megatron import selftest
 from mcore_ckpt_ext.selftest.jobs import Machine, Order
-from mcore_ckpt_ext.selftest.plan import saved_by_eight_ranks
+from mcore_ckpt_ext.selftest.plan import job_of_eight_ranks
 from mcore_ckpt_ext.selftest.shipped import ARCHIVE
-from mcore_ckpt_ext.selftest.state import State, merged
+from mcore_ckpt_ext.selftest.state import State, assemble
 
 # The name becomes part of the checkpoint, as an argument of the job.
 FOLDER = Path("/tmp/selftest")
@@ -27,14 +27,14 @@ def main() -> int:
     """Train, save, and pack."""
     FOLDER.mkdir()
     try:
-        job = saved_by_eight_ranks(Machine(8, "gloo"))
+        job = job_of_eight_ranks(Machine(8, "gloo"))
         order = Order(FOLDER, (job,))
         program = Path(selftest.__file__).with_name("rank.py")
         result = launch.run(8, program, [str(order.write())], timeout=TIME_LIMIT)
         if result.returncode:
             sys.stderr.write(result.output)
             return 1
-        whole = merged(State.load(order.state(job.name)))
+        whole = assemble(State.load(order.state(job.name)))
         shutil.rmtree(order.state(job.name))
         whole.save(order.state(job.name) / "rank_00000.pt")
         _pack(order, job.name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import Failure, TorchRanks, agreed, gather, highest_of_all, listed_of_all
+from mcore_ckpt_ext.collectives import Failure, TorchRanks, agree, gather, highest_of_all, list_reasons_of_all
 from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
 
 RANKS = 8
@@ -74,7 +74,7 @@ def test_the_ranks_of_a_group_communicate_among_themselves(members: tuple[int, .
 
 def test_ranks_with_the_same_reason_are_joined() -> None:
     reasons = ["out of memory"] * 512 + ["no such file", "no such file"] + ["out of memory"] * 510
-    assert listed_of_all(reasons) == "rank 0 to 511, 514 to 1023: out of memory\n  rank 512, 513: no such file"
+    assert list_reasons_of_all(reasons) == "rank 0 to 511, 514 to 1023: out of memory\n  rank 512, 513: no such file"
     assert format_ranks(range(0, 1024, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 504 more"
 
 
@@ -103,10 +103,10 @@ def test_the_collector_rests_while_ranks_work_and_goes_on_as_before(enabled: boo
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        assert agreed("working", gc.isenabled) == [False]
+        assert agree("working", gc.isenabled) == [False]
         assert gc.isenabled() == enabled
         with pytest.raises(ResumeRefusedError, match="ZeroDivisionError"):
-            agreed("working", lambda: 1 // 0)
+            agree("working", lambda: 1 // 0)
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()

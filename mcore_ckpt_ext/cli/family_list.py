@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from mcore_ckpt_ext.cli.output import line
-from mcore_ckpt_ext.families.checked import checked
+from mcore_ckpt_ext.families.checked import checked_family
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.recognition import FAMILIES, registered_here
+from mcore_ckpt_ext.families.recognition import FAMILIES, installed_families
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 
 _HEAD = ("model_type", "family", "trained by", "since", "directions", "models (released ones that were checked)")
@@ -18,7 +18,7 @@ def print_families() -> None:
     rows = [_HEAD, *map(_row, FAMILIES)]
     rows += [
         (family.model_type, family.class_name, "(not loaded)", "", "", f"registered by {family.distribution}")
-        for family in registered_here()
+        for family in installed_families()
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
     for row in rows:
@@ -31,7 +31,7 @@ def print_families() -> None:
 def _row(family: Family) -> tuple[str, ...]:
     models = (sys.modules[type(family).__module__].__doc__ or "").partition("\n")[0].rstrip(".")
     spec = "Megatron (Transformer Engine)" if family.needs_engine else "Megatron"
-    since, names = checked(family.model_type)
+    since, names = checked_family(family.model_type)
     models_and_names = f"{models} ({', '.join(names)})" if names else models
     trained_by = "Megatron-Bridge" if family.bridge_only_reason else spec
     return family.model_type, family.name, trained_by, since, "import, export", models_and_names

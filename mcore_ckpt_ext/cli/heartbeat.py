@@ -187,9 +187,9 @@ class Heartbeat:
         for rank in range(self._size):
             if rank == self._rank:
                 continue
-            if last_words := self._value(_ended(rank)):
+            if last_words := self._value(_end_key(rank)):
                 problem = problem or last_words.decode()
-            if self._store.check([_ended(rank)]):
+            if self._store.check([_end_key(rank)]):
                 continue
             value = self._value(_alive(rank))
             before, unchanged = self._heard[rank]
@@ -217,9 +217,9 @@ class Heartbeat:
         The process that hosts the store waits for all others. If nothing has failed, these wait for the first process,
         which reports: torchrun ends the processes that remain once one has ended with an exit code other than 0.
         """
-        self._store.set(_ended(self._rank), last_words)
+        self._store.set(_end_key(self._rank), last_words)
         awaited = set(range(self._size)) if self._rank == self._holder else set() if last_words else {0}
-        while not self._store.check([_ended(rank) for rank in {self._rank, *awaited} - self._lost]):
+        while not self._store.check([_end_key(rank) for rank in {self._rank, *awaited} - self._lost]):
             time.sleep(_PAUSE)
 
     def _wait_for_reports(self) -> None:
@@ -230,7 +230,7 @@ class Heartbeat:
         """
 
         def wait() -> None:
-            self._store.set(_reported(self._rank), "")
+            self._store.set(_report_key(self._rank), "")
             while not all(self._has_reported(rank) for rank in {*range(self._size)} - self._lost):
                 time.sleep(_PAUSE)
 
@@ -239,19 +239,19 @@ class Heartbeat:
 
     def _has_reported(self, rank: int) -> bool:
         """Return whether a process has reported its error, or has ended without one."""
-        has_nothing_to_report = self._store.check([_ended(rank)]) and not self._store.get(_ended(rank))
-        return has_nothing_to_report or self._store.check([_reported(rank)])
+        has_nothing_to_report = self._store.check([_end_key(rank)]) and not self._store.get(_end_key(rank))
+        return has_nothing_to_report or self._store.check([_report_key(rank)])
 
 
 def _alive(rank: int) -> str:
     return f"alive/{rank}"
 
 
-def _ended(rank: int) -> str:
+def _end_key(rank: int) -> str:
     return f"ended/{rank}"
 
 
-def _reported(rank: int) -> str:
+def _report_key(rank: int) -> str:
     return f"reported/{rank}"
 
 

@@ -108,7 +108,7 @@ def _page(script: str, command: str, paths: list[str], data: dict[str, Any]) -> 
     text = _resource("page.html").replace(_STYLE, _resource("style.css"), 1)
     text = text.replace(_TITLE, f"<title>{escape(' and '.join(runs))} - mcore-ckpt {command}</title>", 1)
     text = text.replace(_SCRIPT, _resource("shared.js") + _resource(script), 1)
-    return text.replace(_DATA, embedded(json_text({**data, "page": {"runs": runs, "made": made}})), 1)
+    return text.replace(_DATA, escape_script(json_text({**data, "page": {"runs": runs, "made": made}})), 1)
 
 
 def _name_of(path: str) -> str:
@@ -120,6 +120,6 @@ def _resource(name: str) -> str:
     return resources.files("mcore_ckpt_ext.cli").joinpath("pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def embedded(text: str) -> str:
+def escape_script(text: str) -> str:
     """Escape JSON for a `script` element, so that it cannot end the element or begin a comment."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -121,14 +121,14 @@ def _show_layouts(plan: LayoutPlan, shown: ShownPlan) -> None:
     heading(f"layouts that Megatron accepts: {listed}{rest}, best first")
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
-    table((_painted(row)[:shown_columns] for row in shown.rows), header=HEADER[:shown_columns], right=(2, 4, 6))
+    table((_paint(row)[:shown_columns] for row in shown.rows), header=HEADER[:shown_columns], right=(2, 4, 6))
     show_sentences(shown.sentences)
     best = plan.layouts[0]
     show_flags(f"flags for {best.layout}", best)
     show_sentences(shown.best)
 
 
-def _painted(row: Sequence[str]) -> list[str | Painted]:
+def _paint(row: Sequence[str]) -> list[str | Painted]:
     return [*row[:FITS], Painted(row[FITS], _STYLES[row[FITS]]), *row[FITS + 1 :]]
 
 

@@ -97,7 +97,7 @@ def metrics(
         *(_disk_metrics(disk) if disk else ()),
     ]
     depth = "quick" if quick else "full"
-    labels = f'path="{_escaped(_absolute(path))}",depth="{depth}",file="{_escaped(file)}"'
+    labels = f'path="{_escape(_absolute(path))}",depth="{depth}",file="{_escape(file)}"'
     return "".join(text for metric in all_metrics for text in _lines(labels, metric))
 
 
@@ -154,7 +154,7 @@ def _lines(labels: str, metric: _Metric) -> Iterator[str]:
         yield f"{name}{{{labels}{label}}} {value!r}\n"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 

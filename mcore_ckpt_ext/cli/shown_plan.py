@@ -75,7 +75,7 @@ def shown_plan(plan: LayoutPlan) -> ShownPlan:
             ("parameters", f"{plan.parameters:,}"),
             ("memory of a GPU", f"{size}{plan.gpu_memory_source}"),
         ),
-        remarks=(*([missing] if plan.unknown else ()), *_replaced(plan.replaced)),
+        remarks=(*([missing] if plan.unknown else ()), *_replacement_notes(plan.replaced)),
         header=HEADER,
         rows=tuple(map(_row, plan.layouts)),
         sentences=(*_virtual_stages(plan.layouts), *_data(plan.layouts), *_differences(plan.layouts)),
@@ -99,12 +99,12 @@ def shown_rehearsal(rehearsal: Rehearsal) -> ShownRehearsal:
     )
     return ShownRehearsal(
         facts=tuple((label, value) for label, value in labeled if value),
-        remarks=_replaced(rehearsal.replaced),
-        checked=tuple(_checked(rehearsal)) if rehearsal.refusal is None else (),
+        remarks=_replacement_notes(rehearsal.replaced),
+        checked=tuple(_check_rows(rehearsal)) if rehearsal.refusal is None else (),
     )
 
 
-def _checked(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
+def _check_rows(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield (
         "optimizer",
         f"{counted(rehearsal.elements, 'element')} of {counted(rehearsal.parameters, 'parameter')} on "
@@ -130,7 +130,7 @@ def _proof(rehearsal: Rehearsal) -> str:
     return f"{counted(rehearsal.proven, 'master')} {rehearsal.proof} ({how})"
 
 
-def _replaced(replaced: Sequence[str]) -> tuple[str, ...]:
+def _replacement_notes(replaced: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"note: {sentence}" for sentence in replaced)
 
 

@@ -17,15 +17,15 @@ def parse_size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: the text is not a size.
     """
-    return _parsed(text, 1024)
+    return _parse(text, 1024)
 
 
 def parse_file_size(text: str) -> int:
     """Parse a size, where `5GB` is 5 * 1000^3 bytes, as in Hugging Face, and `5GiB` is 5 * 1024^3 bytes."""
-    return _parsed(text, 1024 if "i" in text.lower() else 1000)
+    return _parse(text, 1024 if "i" in text.lower() else 1000)
 
 
-def _parsed(text: str, unit: int) -> int:
+def _parse(text: str, unit: int) -> int:
     match = _SIZE.match(text.strip())
     size = int(float(match[1]) * unit ** " kmgtp".index(match[2].lower() or " ")) if match else 0
     if not size:

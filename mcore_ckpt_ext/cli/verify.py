@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_page_file(arguments.html)
     with command_team(join=arguments.join) as team:
         is_measured = arguments.prometheus is not None and team.rank == 0
-        verification = _measured(arguments, team) if is_measured else _verify(arguments, team)
+        verification = _verify_and_measure(arguments, team) if is_measured else _verify(arguments, team)
         exit_code = _exit_code(verification)
         if team.rank == 0:
             report(
@@ -85,7 +85,7 @@ def _verify(arguments: argparse.Namespace, team: Communicator) -> Verification:
     return verify(arguments.path, options, progress=progress_of(team), team=team)
 
 
-def _measured(arguments: argparse.Namespace, team: Communicator) -> Verification:
+def _verify_and_measure(arguments: argparse.Namespace, team: Communicator) -> Verification:
     """Verify, and write metrics, even if the checkpoint cannot be verified.
 
     Raises:

@@ -77,10 +77,10 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
         offered.update((name, entries[given]) for name in names if given is not None and name not in entries)
 
     def inspect_here() -> tuple[Digests, set[str]]:
-        expected = _expected(module)
+        expected = _expected_shapes(module)
         if strict and (missing := [name for name in expected if name not in offered]):
             raise ModelMismatchError(
-                f"Missing key(s) in state_dict: {_quoted(missing)}", found=f"{len(missing)} of them"
+                f"Missing key(s) in state_dict: {_quote(missing)}", found=f"{len(missing)} of them"
             )
         for name, shape in expected.items():
             if name in offered and offered[name].shape != shape:
@@ -97,7 +97,7 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     unexpected = sorted(name for name in entries if name not in known_names and not name.endswith("_extra_state"))
     if strict and unexpected:
         raise StateDictMismatchError(
-            f"Unexpected key(s) in state_dict: {_quoted(unexpected)}",
+            f"Unexpected key(s) in state_dict: {_quote(unexpected)}",
             found=f"{len(unexpected)} of them",
             hint="strict=False loads the rest",
         )
@@ -112,11 +112,11 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     model.update_master_params()
 
 
-def _quoted(names: Iterable[str]) -> str:
+def _quote(names: Iterable[str]) -> str:
     return join_some([f'"{name}"' for name in names])
 
 
-def _expected(module: nn.Module) -> dict[str, torch.Size]:
+def _expected_shapes(module: nn.Module) -> dict[str, torch.Size]:
     """Return the names in this stage's module, with their whole shapes."""
     named = module.named_parameters(remove_duplicate=False)
     shapes = {name: tensor_parallel.whole_shape(parameter) for name, parameter in named}

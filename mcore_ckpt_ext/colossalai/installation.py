@@ -50,7 +50,7 @@ def install(dtype: Precision = "master", plugins: str | Sequence[str] = ("gemini
     classes = {target: find(target) for name in names for target in PLUGINS[name]}
     with _lock:
         for target, cls in classes.items():
-            if cls is not None and cls not in _patched():
+            if cls is not None and cls not in _patched_methods():
                 _patch(cls, target)
         if WRAPPER in classes:
             _replace_static_model()
@@ -59,15 +59,15 @@ def install(dtype: Precision = "master", plugins: str | Sequence[str] = ("gemini
 
 def _replace_static_model() -> None:
     for module in map(sys.modules.get, STATIC_MODEL_MODULES):
-        if module is not None and module not in _patched() and hasattr(module, STATIC_MODEL):
-            _patched()[module] = {}
+        if module is not None and module not in _patched_methods() and hasattr(module, STATIC_MODEL):
+            _patched_methods()[module] = {}
             _put(module, STATIC_MODEL, get_static_torch_model)
 
 
 def uninstall() -> None:
     """Restore every class; methods that another package has put on top of ours stay."""
     with _lock:
-        for owner, attributes in _patched().items():
+        for owner, attributes in _patched_methods().items():
             for name, (before, ours) in attributes.items():
                 if vars(owner).get(name, _ABSENT) is not ours:
                     continue
@@ -75,14 +75,14 @@ def uninstall() -> None:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, before)
-        _patched().clear()
+        _patched_methods().clear()
 
 
 def status() -> list[PatchPointStatus]:
     """Report for every class whether its methods are strict; imports nothing."""
     version = getattr(sys.modules.get("colossalai"), "__version__", None)
     with _lock:
-        patched = {f"{cls.__module__}.{cls.__qualname__}" for cls in _patched() if isinstance(cls, type)}
+        patched = {f"{cls.__module__}.{cls.__qualname__}" for cls in _patched_methods() if isinstance(cls, type)}
     answers = []
     for target in (target for targets in PLUGINS.values() for target in targets):
         locations = [location.replace(":", ".") for location in target.locations]
@@ -95,17 +95,17 @@ def status() -> list[PatchPointStatus]:
     return answers
 
 
-def _patched() -> _Patched:
+def _patched_methods() -> _Patched:
     return PROCESS.one(_Patched)
 
 
 def _patch(cls: type, target: Target) -> None:
-    _patched()[cls] = {}
+    _patched_methods()[cls] = {}
     for name, value in target.methods.namespace(cls).items():
         _put(cls, name, value)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
-    before = _patched()[owner].get(name, (vars(owner).get(name, _ABSENT), None))[0]
+    before = _patched_methods()[owner].get(name, (vars(owner).get(name, _ABSENT), None))[0]
     setattr(owner, name, value)
-    _patched()[owner][name] = before, value
+    _patched_methods()[owner][name] = before, value

@@ -80,7 +80,7 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
         )
         are_outlines = content.comes_from_first and not zero.is_first
         accepted = zero.ranks.agree_here(
-            lambda: _accepted(model, zero, content.outline, strict, are_outlines), "calling load_state_dict", _UNTOUCHED
+            lambda: _accept(model, zero, content.outline, strict, are_outlines), "calling load_state_dict", _UNTOUCHED
         )
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
@@ -172,7 +172,7 @@ def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> An
     return accepted.answer
 
 
-def _accepted(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: bool, are_outlines: bool) -> _Accepted:
+def _accept(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: bool, are_outlines: bool) -> _Accepted:
     """Let PyTorch load the dict into stand-ins, and collect the values that they received."""
     if numbers := [key for key in state_dict if not isinstance(key, str)]:
         raise ModelMismatchError(

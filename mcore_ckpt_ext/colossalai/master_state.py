@@ -32,7 +32,7 @@ def masters_in_state(optimizer: Any) -> Iterator[None]:
     finally:
         group.pop(OURS, None)
         for master in masters:
-            _popped(optimizer, master)
+            _pop(optimizer, master)
 
 
 def take(optimizer: Any) -> None:
@@ -41,8 +41,8 @@ def take(optimizer: Any) -> None:
     if "loss_scale" in note:
         set_loss_scale(optimizer, note["loss_scale"])
     masters = {id(master) for master in _masters(optimizer)}
-    for stepped in _stepped(optimizer):
-        value = _popped(optimizer, stepped)
+    for stepped in _step_tensors(optimizer):
+        value = _pop(optimizer, stepped)
         if value is not None and id(stepped) in masters:
             stepped.data.copy_(value.view(stepped.shape))
             vars(optimizer)[_BROUGHT] = steps_of(optimizer)
@@ -60,7 +60,7 @@ def update_master_params(optimizer: Any, model: Any) -> None:
             master.data.copy_(value)
 
 
-def _popped(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
+def _pop(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
     """Remove and return a master's entry of the state, which has no other entries before the first step."""
     state = optimizer.optim.state.get(stepped, {})
     value: torch.Tensor | None = state.pop(MASTER, None)
@@ -74,9 +74,9 @@ def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
     working = optimizer.get_master_to_working_map()
     if working is None or not getattr(optimizer, "_master_weights", True):
         return
-    yield from (stepped for stepped in _stepped(optimizer) if working[id(stepped)] is not stepped)
+    yield from (stepped for stepped in _step_tensors(optimizer) if working[id(stepped)] is not stepped)
 
 
-def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
+def _step_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for group in optimizer.optim.param_groups:
         yield from group["params"]

@@ -75,7 +75,7 @@ class GatheredState:
             ResumeRefusedError: on all ranks.
         """
         masters = self._zero.masters
-        described = self._described_by_all()
+        described = self._describe_by_all()
         names = (name for state in described.values() for name, value in state.items() if value is None)
         kinds = list(dict.fromkeys(names)) + ([MASTER] if self._with_masters and masters else [])
         ids = {self._optimizer.id_to_real_params[key]: key for key in described}
@@ -99,12 +99,12 @@ class GatheredState:
         if MASTER not in kinds:
             self._gather_padded_masters()
 
-    def _described_by_all(self) -> dict[int, State]:
+    def _describe_by_all(self) -> dict[int, State]:
         """Return for every parameter with state: scalar states, and None for states per element."""
 
         def inspect_here() -> dict[int, State]:
             refuse_nan(self._zero, self._zero.masters)
-            return _described(self._optimizer)
+            return _describe(self._optimizer)
 
         call = {"only_rank_0": not self._gather.everywhere, "with_masters": self._with_masters}
         # A rank only has the states of parameters of which it holds a part; all ranks together have all.
@@ -189,7 +189,7 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     for fake in optimizer.id_to_fake_params.values():
         optimizer.optim.state.pop(fake, None)
     for key in sorted(states):
-        state = _received(zero, states[key], errors) if content.comes_from_first else states[key]
+        state = _receive(zero, states[key], errors) if content.comes_from_first else states[key]
         errors.attempt(partial(_write, optimizer, zero, key, state, rows.get(key, {})))
     for key, parameter in optimizer.id_to_real_params.items():
         if MASTER not in states.get(key, {}) and parameter in zero.working:
@@ -199,7 +199,7 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
         note_exact_masters(optimizer)
 
 
-def _received(zero: Wrapped, state: State, errors: GroupErrors) -> State:
+def _receive(zero: Wrapped, state: State, errors: GroupErrors) -> State:
     return {n: value_of_first(zero, v, errors) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
@@ -221,7 +221,7 @@ def _write_padding(zero: Wrapped, parameter: nn.Parameter, rows: Mapping[str, to
         write_padding(zero, parameter, fitting)
 
 
-def _described(optimizer: Any) -> dict[int, State]:
+def _describe(optimizer: Any) -> dict[int, State]:
     """Return for parameters with a part on this rank: scalar states, and None for states per element."""
     described: dict[int, State] = {}
     for key, fake in optimizer.id_to_fake_params.items():

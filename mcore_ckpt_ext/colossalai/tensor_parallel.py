@@ -177,7 +177,7 @@ def slice_of(parameter: Any, value: torch.Tensor, padding: torch.Tensor | None =
         padding: the padding rows, of `padding_shape`; None for zeros.
     """
     if hasattr(parameter, "_padding_dim"):
-        value = _padded(value, _padded_shape(parameter), parameter._padding_dim, padding)
+        value = _pad(value, _padded_shape(parameter), parameter._padding_dim, padding)
     return _cut(parameter, value)
 
 
@@ -194,7 +194,7 @@ def _cut(parameter: Any, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _padded(value: torch.Tensor, shape: torch.Size, dimension: int, rows: torch.Tensor | None) -> torch.Tensor:
+def _pad(value: torch.Tensor, shape: torch.Size, dimension: int, rows: torch.Tensor | None) -> torch.Tensor:
     if rows is None:
         missing = list(value.shape)
         missing[dimension] = shape[dimension] - value.shape[dimension]

@@ -107,7 +107,7 @@ def history_of(written: JobArguments, running: JobArguments) -> tuple[ReadingLay
     present = ReadingLayout.of(running, sample, valid)
     if last is None or present is None:
         return ()
-    past = _recorded(written) or [last]
+    past = _recorded_history(written) or [last]
     if past[-1].reads != last.reads:  # a conversion, or a job without this package, has changed the layout since
         past = [last]
     while len(past) > 1 and past[-1].begins_at(sample, valid):  # it has read nothing
@@ -124,7 +124,7 @@ def as_argument(history: Sequence[ReadingLayout]) -> list[dict[str, Any]] | None
     return [asdict(layout) for layout in history]
 
 
-def _recorded(written: JobArguments) -> list[ReadingLayout]:
+def _recorded_history(written: JobArguments) -> list[ReadingLayout]:
     """Return the recorded history of a checkpoint; empty if it has none, or one that no job writes."""
     recorded = written.raw.get(HISTORY)
     if not isinstance(recorded, Sequence) or isinstance(recorded, str):

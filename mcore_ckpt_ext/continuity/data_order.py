@@ -87,7 +87,9 @@ def order_in_another_loop(written: JobArguments, running: JobArguments) -> DataO
     unknown = OrderChange("the data loader", "the training loop has one of its own", verdict=UNKNOWN)
     verdict = CHANGES if changes else UNKNOWN
     reasons = changes or (unknown,)
-    return DataOrder(verdict, _consumed(written), reasons, uncounted=_why_uncounted(reasons), is_changed=bool(changes))
+    return DataOrder(
+        verdict, _consumed_samples(written), reasons, uncounted=_why_uncounted(reasons), is_changed=bool(changes)
+    )
 
 
 def data_order(written: JobArguments, running: JobArguments, samples: int | None = None) -> DataOrder:
@@ -104,7 +106,7 @@ def data_order(written: JobArguments, running: JobArguments, samples: int | None
     counts = _counts_of(changes, written, running, samples)
     is_recut = bool(note) and saves_loader_states(running)
     verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else EACH_ONCE if is_recut else SAME_ORDER
-    sample = _consumed(written)
+    sample = _consumed_samples(written)
     layouts = ReadingLayout.of(written), ReadingLayout.of(running)
     is_moved = None not in layouts and len({layout.reads for layout in layouts if layout is not None}) > 1
     return DataOrder(
@@ -131,7 +133,7 @@ def data_description(job: JobArguments) -> dict[str, str]:
     is_sharded = layout is not None and layout.is_sharded
     sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
     words = {"loader": f"{loader}{sharding}" if is_of_megatron else loader_in_words(job)}
-    if (consumed := _consumed(job)) is not None:
+    if (consumed := _consumed_samples(job)) is not None:
         words["consumed"] = counted(consumed, "sample")
     if built_for is not None and loader != EXTERNAL and loop_of(job) != SWIFT:
         words["built for"] = counted(built_for, "sample")
@@ -148,7 +150,7 @@ def _loader(job: JobArguments) -> str:
     return job.dataloader_type or _SINGLE
 
 
-def _consumed(written: JobArguments) -> int | None:
+def _consumed_samples(written: JobArguments) -> int | None:
     """Return the consumed samples; Megatron multiplies for checkpoints that do not record them."""
     consumed = written.consumed_train_samples
     iteration = written.raw.get("iteration")
@@ -221,7 +223,7 @@ def _counts_by_layout(written: JobArguments, running: JobArguments, samples: int
     """Return what a random sampler reads again or never under another layout, or why that is not known."""
     before = ReadingLayout.of(written)
     now = ReadingLayout.of(running)
-    consumed = _consumed(written)
+    consumed = _consumed_samples(written)
     if before is None or now is None or consumed is None:
         return "the checkpoint does not record how far its job has read"
     if samples > MOST_SAMPLES:

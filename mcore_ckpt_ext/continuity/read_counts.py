@@ -84,9 +84,9 @@ def count_reads(samples: int, consumed: int, before: ReadingLayout, now: Reading
     for number in range(min(old.epoch, new.epoch), max(old.epoch, new.epoch) + 1):
         old_order = _samples_in_order(old, number)
         was_read = bytearray(samples)
-        for sample in old_order[: _consumed_of(old, number, consumed)]:
+        for sample in old_order[: _count_consumed(old, number, consumed)]:
             was_read[sample] = 1
-        for sample in _samples_in_order(new, number)[_consumed_of(new, number, consumed) :]:
+        for sample in _samples_in_order(new, number)[_count_consumed(new, number, consumed) :]:
             again += was_read[sample]
             was_read[sample] = 1
         never += sum(not was_read[sample] for sample in old_order)
@@ -102,7 +102,7 @@ def _samples_in_order(present: EpochInProgress, number: int) -> list[int]:
     return [sample_at(position) for position in range(present.end - present.start)]
 
 
-def _consumed_of(present: EpochInProgress, number: int, consumed: int) -> int:
+def _count_consumed(present: EpochInProgress, number: int, consumed: int) -> int:
     """Return how many samples of the epoch with a number were consumed, all by one layout."""
     if number == present.epoch:
         return consumed - present.start

@@ -90,7 +90,7 @@ def model_fields(arguments: ModelArguments) -> dict[str, Any]:
         if _is_written(field, ROWS[argument], arguments)
     }
     if any(variant.holds(arguments.get) for variant in (WITH_DELTA_NET, WITH_SPARSE)):
-        model["transformer_layer_spec"] = _named(_LAYERS_OF_VARIANTS)
+        model["transformer_layer_spec"] = _named_target(_LAYERS_OF_VARIANTS)
     elif _layers_differ_from_default(arguments):
         model["transformer_layer_spec"] = {
             "_target_": _LAYERS_BY_CONTENT,
@@ -98,12 +98,12 @@ def model_fields(arguments: ModelArguments) -> dict[str, Any]:
             "use_transformer_engine": True,
         }
     return model | {
-        "activation_func": _named(_activation(arguments)),
+        "activation_func": _named_target(_activation(arguments)),
         "gated_linear_unit": is_gated(arguments),
         "share_embeddings_and_output_weights": not arguments.untie_embeddings_and_output_weights,
         "seq_length": arguments.max_position_embeddings,
         "should_pad_vocab": True,
-        "params_dtype": _named(str(arguments.job.params_dtype)),
+        "params_dtype": _named_target(str(arguments.job.params_dtype)),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
@@ -132,5 +132,5 @@ def _activation(arguments: ModelArguments) -> str:
     return "megatron.core.activations.fast_gelu" if approximated else _EXACT_GELU
 
 
-def _named(target: str) -> dict[str, Any]:
+def _named_target(target: str) -> dict[str, Any]:
     return {"_target_": target, "_call_": False}

@@ -18,7 +18,7 @@ class Checked(NamedTuple):
     models: tuple[str, ...]
 
 
-def checked(model_type: str) -> Checked:
+def checked_family(model_type: str) -> Checked:
     """Return the entry of a family of this package; an empty entry for any other."""
     entry = _table().get(model_type, {"since": "", "models": []})
     return Checked(entry["since"], tuple(entry["models"]))

@@ -229,7 +229,7 @@ def grouped_choice(groups: int, chosen: int) -> Setting:
     return Custom(("n_group", "topk_group"), to_config, to_arguments, _why_not_best_two, expressed)
 
 
-def ranked_by(arguments: ModelArguments) -> int | None:
+def ranking_depth(arguments: ModelArguments) -> int | None:
     """Return the number of best experts by which Megatron ranks a group.
 
     Source: `group_limited_topk` (moe_utils.py).
@@ -244,7 +244,7 @@ def ranked_by(arguments: ModelArguments) -> int | None:
 
 def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     """Return a reason if transformers, ranking a group by its best two experts, chooses other experts."""
-    best = ranked_by(arguments)
+    best = ranking_depth(arguments)
     groups = arguments.moe_router_num_groups
     if best not in (None, 2):
         experts = counted(arguments.moe_router_topk or 0, "expert")

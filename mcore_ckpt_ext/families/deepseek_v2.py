@@ -16,7 +16,7 @@ from mcore_ckpt_ext.families.deepseek import (
     expert_sizes,
     inner_norm_settings,
     latent_settings,
-    ranked_by,
+    ranking_depth,
     scaled_gates,
 )
 from mcore_ckpt_ext.families.family import Family
@@ -64,11 +64,11 @@ def _limited_groups() -> Setting:
         return dict(zip(_GROUPED, (groups, chosen), strict=True))
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        if ranked_by(arguments) in (None, 1) or is_accepted(_METHOD):
+        if ranking_depth(arguments) in (None, 1) or is_accepted(_METHOD):
             return []
         return [
             f"moe_router_group_topk is {arguments.moe_router_group_topk}: Megatron ranks a group of experts by its "
-            f"best {ranked_by(arguments)}, DeepSeek-V2 by its best one ({_ACCEPT} accepts that)"
+            f"best {ranking_depth(arguments)}, DeepSeek-V2 by its best one ({_ACCEPT} accepts that)"
         ]
 
     return Custom((_METHOD, "n_group", "topk_group"), to_config, to_arguments, why_not, expressed=_GROUPED)
@@ -95,10 +95,10 @@ class DeepSeekV2(Family):
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
-        if ranked_by(arguments) in (None, 1):
+        if ranking_depth(arguments) in (None, 1):
             return inner_norm_settings(arguments)
         return [
             *inner_norm_settings(arguments),
             "groups of experts: transformers ranks a group by its best expert, Megatron by the sum of its best "
-            f"{ranked_by(arguments)}, so they may choose other experts, as you accepted",
+            f"{ranking_depth(arguments)}, so they may choose other experts, as you accepted",
         ]

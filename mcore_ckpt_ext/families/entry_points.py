@@ -120,18 +120,18 @@ class _AttributedFamily(Family):
 
     def __getattribute__(self, name: str) -> Any:
         get_attribute = super().__getattribute__
-        if name in ("_family", "_registered", "_attributed") or name.startswith("__"):
+        if name in ("_family", "_registered", "_attribute") or name.startswith("__"):
             return get_attribute(name)
         family = get_attribute("_family")
-        attributed = get_attribute("_attributed")
+        attributed = get_attribute("_attribute")
         member = attributed(lambda: getattr(family, name))
         return member if not callable(member) else lambda *values, **named: attributed(lambda: member(*values, **named))
 
     @override
     def __repr__(self) -> str:
-        return str(self._attributed(lambda: repr(self._family)))
+        return str(self._attribute(lambda: repr(self._family)))
 
-    def _attributed(self, call: Callable[[], Any]) -> Any:
+    def _attribute(self, call: Callable[[], Any]) -> Any:
         """Call code of the family.
 
         Raises:

@@ -35,7 +35,7 @@ from mcore_ckpt_ext.families.config_keys import (
     default_sizes,
     neutral_keys,
 )
-from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
+from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed_arguments
 from mcore_ckpt_ext.families.parameter_shapes import parameter_shape
 from mcore_ckpt_ext.families.rules import (
     Condition,
@@ -237,7 +237,7 @@ class Family:
     def mismatches(self, arguments: ModelArguments) -> list[str]:
         """Return the reasons why a job with these arguments does not train a model of this family."""
         reasons = [reason for setting in self.settings for reason in setting.mismatches(arguments)]
-        return reasons + unexpressed(self.expressed, arguments)
+        return reasons + unexpressed_arguments(self.expressed, arguments)
 
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         """Return the reasons to prefer another family for a matching model, unless the user names this one."""

@@ -57,7 +57,7 @@ def without_flag(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, An
     return changed
 
 
-def ignored(arguments: ModelArguments) -> dict[str, Any]:
+def ignored_arguments(arguments: ModelArguments) -> dict[str, Any]:
     """Return arguments whose flag some release of `pretrain_gpt.py` does not pass on to its model."""
     return _not_default(
         (*_WITHOUT_FLAG_UNTIL_0_18, *(_WITHOUT_FLAG_LLAMA_3 if arguments.use_rope_scaling else ())), arguments

@@ -42,12 +42,12 @@ ONLY_WITH: Mapping[Condition | Without, Mapping[str, Any]] = _only_with()
 _UNKNOWN = object()
 
 
-def classified(names: Collection[str]) -> set[str]:
+def classified_arguments(names: Collection[str]) -> set[str]:
     """Return the arguments with a known effect."""
     return without_effect(names) | (set(names) & ROWS.keys())
 
 
-def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[str]:
+def unexpressed_arguments(expressed: Collection[str], arguments: ModelArguments) -> list[str]:
     """Return descriptions of arguments that change the forward pass and that a family does not express.
 
     Args:
@@ -90,7 +90,7 @@ _OWN_MARKS = "mcore_ckpt_ext_"  # arguments that this package adds to the checkp
 def unknown(arguments: ModelArguments) -> list[str]:
     """Return a notice about arguments of the job that no known release of Megatron has."""
     raw = arguments.job.raw
-    known_names = classified(raw)
+    known_names = classified_arguments(raw)
     named = {name: value for name, value in raw.items() if name not in known_names and not name.startswith(_OWN_MARKS)}
     set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
     if not set_ones:

@@ -84,7 +84,7 @@ def nearest_families(config: Mapping[str, Any], names: Collection[str], families
     ranked = []
     for family in families:
         keys = sorted(present - family.mapped_keys)
-        tensors = sorted(_unexplained(kinds, family))
+        tensors = sorted(_unexplained_kinds(kinds, family))
         absent = {key for setting in family.settings for key in setting.keys} - config.keys()
         required = _kinds_of(rule for rule in family.rules if not rule.megatron.startswith(_OPTIONAL))
         without = required - kinds if kinds else set()
@@ -102,7 +102,7 @@ def _kinds_of(rules: Iterable[Rule]) -> set[str]:
     return {re.sub(r"\{\w+\}", "#", rule.hugging_face) for rule in rules}
 
 
-def _unexplained(kinds: Collection[str], family: Family) -> set[str]:
+def _unexplained_kinds(kinds: Collection[str], family: Family) -> set[str]:
     explained = _kinds_of((*family.rules, *family.repeated, *family.read_rules))
     return {kind for kind in kinds if kind not in explained} - set(matching(kinds, family.left_out))
 

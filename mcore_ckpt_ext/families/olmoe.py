@@ -32,7 +32,7 @@ def _check_groups(config: Config) -> None:
         raise unrepresentable(_GROUPS, groups, f"{heads}, as num_attention_heads: {norms}")
 
 
-def _grouped(arguments: ModelArguments) -> list[str]:
+def _grouping_problems(arguments: ModelArguments) -> list[str]:
     heads = arguments.num_attention_heads
     groups = arguments.num_query_groups
     return [] if heads == groups else [f"num_query_groups is {groups}, not {heads}"]
@@ -55,7 +55,7 @@ class OLMoE(FullWidthQKNorm):
     settings = (
         *llama_like(epsilon=1e-5),
         CheckedKeys(_GROUPS, check=_check_groups),
-        Excludes(_grouped),
+        Excludes(_grouping_problems),
         Size("num_experts", "num_experts", 64, counted=True),
         Size("num_experts_per_tok", "moe_router_topk", 8),
         Custom(

@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, format_value
-from mcore_ckpt_ext.families.forward_pass import classified
-from mcore_ckpt_ext.job.arguments.flag_words import stored_as
+from mcore_ckpt_ext.families.forward_pass import classified_arguments
+from mcore_ckpt_ext.job.arguments.flag_words import stored_argument
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, format_untrusted, invalid_values
@@ -66,14 +66,14 @@ def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
         UsageError: names the first one, and a similar one that Megatron has, or what its value may be.
     """
     for name in sorted(passed):
-        if stored := stored_as(name):
+        if stored := stored_argument(name):
             raise UsageError(
                 "Megatron stores this argument under another name",
                 found=name,
                 expected=stored,
                 hint=f"write {stored if '=' in stored else f'{stored}={passed[name]}'}",
             )
-    for name in sorted(passed.keys() - classified(passed)):
+    for name in sorted(passed.keys() - classified_arguments(passed)):
         similar = get_close_matches(name, ROWS, n=1)
         raise UsageError(
             "Megatron has no such argument",

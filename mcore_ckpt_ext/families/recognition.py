@@ -156,7 +156,7 @@ def family_named(name: str) -> Family:
     for family in FAMILIES:
         if name.lower() in (family.name.lower(), family.model_type):
             return family
-    for registered in registered_here():
+    for registered in installed_families():
         if name.lower() in (registered.class_name.lower(), registered.model_type):
             return registered.load()
     similar = get_close_matches(name.lower(), {known_name.lower(): known_name for known_name in _names()}, n=1)
@@ -170,13 +170,16 @@ def family_named(name: str) -> Family:
     )
 
 
-def registered_here() -> tuple[RegisteredFamily, ...]:
+def installed_families() -> tuple[RegisteredFamily, ...]:
     """Return the families of other installed distributions, without loading them."""
     return registered_families(frozenset(family.model_type for family in FAMILIES))
 
 
 def _names() -> list[str]:
-    return [*(family.name for family in FAMILIES), *(registered.class_name for registered in registered_here())]
+    return [
+        *(family.name for family in FAMILIES),
+        *(registered.class_name for registered in installed_families()),
+    ]
 
 
 def _from_file(path: str, name: str) -> Family:
@@ -216,9 +219,9 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
             _check_class(family, config.get("architectures"), where)
-            registered_here()  # warns if a distribution also registers this model_type
+            installed_families()  # warns if a distribution also registers this model_type
             return family
-    for registered in registered_here():
+    for registered in installed_families():
         if config.get("model_type") == registered.model_type:
             return registered.load()
     kind = str(config.get("model_type"))
@@ -275,7 +278,9 @@ def family_of_megatron(
     fits = [fit(family, arguments, names) for family in ((wanted,) if wanted else FAMILIES)]
     if not wanted:
         is_one_of_ours = not all(candidate.reasons for candidate in fits)
-        more = [registered for registered in registered_here() if not is_one_of_ours or registered.model_type == once]
+        more = [
+            registered for registered in installed_families() if not is_one_of_ours or registered.model_type == once
+        ]
         fits += [fit(family, arguments, names) for family in map(loadable, more) if family]
     fitting = [candidate for candidate in fits if not candidate.reasons]
     if len(fitting) > 1:

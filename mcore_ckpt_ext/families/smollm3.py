@@ -22,7 +22,7 @@ from mcore_ckpt_ext.families.settings import Custom, Mapped
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
-def _rotated(arguments: ModelArguments) -> dict[str, Any]:
+def _rotary_pattern(arguments: ModelArguments) -> dict[str, Any]:
     """Return 1 for each layer with RoPE; in Megatron's pattern, 1 is a layer without."""
     pattern = arguments.no_rope_freq or [0]
     layers = range(arguments.num_layers)
@@ -61,7 +61,7 @@ class SmolLM3(Family):
         all_biases_or_none("attention_bias", "mlp_bias"),
         Custom(
             ("no_rope_layers",),
-            _rotated,
+            _rotary_pattern,
             _skipping,
             expressed=("no_rope_freq",),
             why_not=lambda arguments: [] if arguments.no_rope_freq else ["positions in every layer"],

@@ -93,7 +93,7 @@ class VisionTower:
         """Return the name in Megatron of a tensor of a Hugging Face folder; None if Megatron lacks it."""
         name = self.spelled(name)
         return next(
-            (translated for rule in self.rules if (translated := _translated(name, rule.theirs, rule.ours))), None
+            (translated for rule in self.rules if (translated := _translate(name, rule.theirs, rule.ours))), None
         )
 
     def spelled(self, name: str) -> str:
@@ -113,7 +113,7 @@ class VisionTower:
         Raises:
             UnsupportedCheckpointError: the number of rows is not a multiple of the number of heads.
         """
-        named = ((rule, _translated(ours, rule.ours, rule.theirs)) for rule in self.rules)
+        named = ((rule, _translate(ours, rule.ours, rule.theirs)) for rule in self.rules)
         rule, theirs = next((rule, name) for rule, name in named if name)
         regions: tuple[Region, ...] = (Region.whole(ours, shape),)
         if rule.by_heads:
@@ -122,7 +122,7 @@ class VisionTower:
 
     def megatron_shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Convert the shape of a tensor in a folder to its shape in Megatron."""
-        rule = next(rule for rule in self.rules if _translated(ours, rule.ours, rule.ours))
+        rule = next(rule for rule in self.rules if _translate(ours, rule.ours, rule.ours))
         return shape[::-1] if rule.transposed else shape
 
     def folder_name(self, name: str) -> str:
@@ -131,7 +131,7 @@ class VisionTower:
 
     def holds(self, names: Collection[str]) -> bool:
         """Return whether all names are those of this vision tower in Megatron."""
-        return all(any(_translated(name, rule.ours, rule.ours) for rule in self.rules) for name in names)
+        return all(any(_translate(name, rule.ours, rule.ours) for rule in self.rules) for name in names)
 
     def provider_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields in section `model` of `run_config.yaml` for the whole model.
@@ -178,7 +178,7 @@ class VisionTower:
     def mismatches(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return contradictions between a `config.json` and the shapes of the vision tower in Megatron."""
         vision = config.get("vision_config") or {}
-        reasons = [f"no {name}" for name in self._wanted(shapes) if name not in shapes]
+        reasons = [f"no {name}" for name in self._expected_names(shapes) if name not in shapes]
         for key, (pattern, axis) in self.sizes.items():
             matches = {match[0]: shape for name, shape in shapes.items() if (match := re.match(pattern, name))}
             sizes = (shape[axis] for shape in matches.values() if axis is not None and axis < len(shape))
@@ -192,7 +192,7 @@ class VisionTower:
             reasons.append(f"{_SECTIONS} is {section}, and heads have {counted(head, 'element')}")
         return reasons if reasons or self.unlike is None else [*self.unlike(vision, shapes)]
 
-    def _wanted(self, names: Collection[str]) -> Iterator[str]:
+    def _expected_names(self, names: Collection[str]) -> Iterator[str]:
         """Yield all names of the vision tower, with as many blocks and mergers as the given names have."""
         numbers: dict[str, set[str]] = {}
         for rule in self.rules:
@@ -243,7 +243,7 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(re.escape(_NUMBER), r"(\d+)"))
 
 
-def _translated(name: str, source: str, target: str) -> str | None:
+def _translate(name: str, source: str, target: str) -> str | None:
     """Translate a name from one template of a rule to the other; None if it does not match."""
     match = _pattern(source).fullmatch(name)
     return match and target.replace(_NUMBER, match[1] if _NUMBER in source else "")

@@ -50,7 +50,7 @@ _SIGLIP = {
 _CLIP = {**_SIGLIP, "patch_size": 32}
 
 
-def unprefixed(name: str) -> str:
+def strip_prefix(name: str) -> str:
     """Return a stored name as `vision_shapes` spells it."""
     for pattern, written in _SPELLINGS:
         name = pattern.sub(written, name)
@@ -58,7 +58,7 @@ def unprefixed(name: str) -> str:
 
 
 def vision_shapes(config: Mapping[str, Any]) -> Shapes | None:
-    """Return the shape of each tensor of a model's vision part and projector, by name (see `unprefixed`).
+    """Return the shape of each tensor of a model's vision part and projector, by name (see `strip_prefix`).
 
     Args:
         config: the `config.json` of the whole model.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import join_some
-from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState, joined
+from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState, merge_entries
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
@@ -103,7 +103,7 @@ def together(accounts: Iterable[Account]) -> Account:
     return Account(
         sum(account.compared for account in listed),
         sum(account.by_form for account in listed),
-        tuple(joined(item for account in listed for item in account.not_looked_at)),
+        tuple(merge_entries(item for account in listed for item in account.not_looked_at)),
     )
 
 

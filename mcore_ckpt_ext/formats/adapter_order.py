@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_name, ordered_by_rank
+from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_name, rank_ordered_adapters
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 _GATED = ("swiglu", "gated_linear_unit", "quick_geglu")
 _BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.weight_magnitude")
 
 
-def ordered_by_size(checkpoint: CheckpointView, running: JobArguments | None = None) -> list[str]:
-    """Return such adapters' names (see `ordered_by_rank`); `running`: the live job's arguments, if any."""
+def size_ordered_adapters(checkpoint: CheckpointView, running: JobArguments | None = None) -> list[str]:
+    """Return such adapters' names (see `rank_ordered_adapters`); `running`: the live job's arguments, if any."""
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     jobs = [job for job in (checkpoint.job.arguments(), running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
     if not any(job.is_set(name) for job in jobs for name in _GATED):
         gated = any(map(is_swift_name, names))  # ms-swift may not store these arguments; nearly all models have gates
-    return ordered_by_rank(names, gated)
+    return rank_ordered_adapters(names, gated)
 
 
 def loop_of(names: Sequence[str]) -> str:
@@ -31,7 +31,7 @@ def loop_of(names: Sequence[str]) -> str:
 
 def about_order(checkpoint: CheckpointView) -> list[str]:
     """Warn that a converted checkpoint can be resumed under one tensor parallel size only."""
-    adapters = ordered_by_size(checkpoint)
+    adapters = size_ordered_adapters(checkpoint)
     if not adapters:
         return []
     return [

@@ -70,7 +70,7 @@ def auxiliary_files(folder: Path, below: str = "") -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name in _companion_names(folder, below):
         with contextlib.suppress(OSError):
-            files[name] = read_file(folder, _joined(below, name))
+            files[name] = read_file(folder, _join(below, name))
     return files
 
 
@@ -114,7 +114,7 @@ def refused_auxiliary_files(folder: Path, below: str = "") -> dict[str, str]:
     for name in _companion_names(folder, below):
         if not is_remote(folder) and not os.path.lexists(folder / below / name):
             continue
-        if reason := _why_unreadable(folder, _joined(below, name)):
+        if reason := _why_unreadable(folder, _join(below, name)):
             reasons[name] = reason
     return reasons
 
@@ -202,7 +202,7 @@ def _objects(items: object) -> list[dict[str, Any]]:
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
-def _joined(below: str, name: str) -> str:
+def _join(below: str, name: str) -> str:
     return f"{below}/{name}" if below else name
 
 

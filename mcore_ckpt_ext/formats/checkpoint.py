@@ -79,10 +79,10 @@ def open_checkpoint(
         folder = iteration_folder(as_path(path))
         stored = index if index is not None and index.is_of(folder) else FolderIndex(folder)
         options = OpenOptions(order_sources, family, transformer_impl, facts, index=stored)
-        return _opened(stored, options) if weights is None else _opened_with_weights(stored, options, weights)
+        return _open(stored, options) if weights is None else _open_with_weights(stored, options, weights)
 
 
-def _opened(stored: FolderIndex, options: OpenOptions) -> CheckpointView:
+def _open(stored: FolderIndex, options: OpenOptions) -> CheckpointView:
     """Open a checkpoint without external weights, once for each index if there are no options."""
     folder = stored.folder
     checkpoint_format = format_of(folder, stored)
@@ -101,7 +101,7 @@ def _opened(stored: FolderIndex, options: OpenOptions) -> CheckpointView:
     return opened
 
 
-def _opened_with_weights(stored: FolderIndex, options: OpenOptions, weights: str | os.PathLike[str]) -> CheckpointView:
+def _open_with_weights(stored: FolderIndex, options: OpenOptions, weights: str | os.PathLike[str]) -> CheckpointView:
     """Open an optimizer with the weights at a path, or adapters with their model."""
     checkpoint_format = format_of(stored.folder, stored)
     if checkpoint_format is not None and checkpoint_format.is_adapter_folder:

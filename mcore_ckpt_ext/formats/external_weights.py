@@ -22,7 +22,7 @@ from mcore_ckpt_ext.planning.plan import named_tensor
 NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoint: --weights FOLDER"
 
 
-def described_by_model(source: CheckpointView) -> dict[str, Any]:
+def arguments_of_model(source: CheckpointView) -> dict[str, Any]:
     """Return the arguments of a checkpoint's model; its layout and job may differ from the optimizer's."""
     arguments = source.job.arguments()
     model_arguments = {name: arguments.value(name) for name in MODEL_ARGUMENTS if arguments.is_set(name)}

@@ -61,7 +61,7 @@ class Format:
     @property
     def reader_class(self) -> type[FormatReader]:
         """The class of its reader."""
-        imported: type[FormatReader] = _imported(self.reader)
+        imported: type[FormatReader] = _import(self.reader)
         return imported
 
     def recognizes(self, stored: FolderIndex) -> bool:
@@ -90,7 +90,7 @@ class Format:
         """
         if not self.writer:
             raise UnsupportedCheckpointError("the format is read, and not written", found=self.name)
-        lay_out: Callable[[CheckpointView, Target, Family | None], OutputPlan] = _imported(self.writer)
+        lay_out: Callable[[CheckpointView, Target, Family | None], OutputPlan] = _import(self.writer)
         return lay_out(checkpoint, target, family)
 
     def arguments_of_reader(self, checkpoint: CheckpointView, target: Target) -> JobArguments | None:
@@ -101,14 +101,14 @@ class Format:
         """
         if not self.reader_arguments:
             return None
-        arguments: JobArguments = _imported(self.reader_arguments)(checkpoint, target)
+        arguments: JobArguments = _import(self.reader_arguments)(checkpoint, target)
         return arguments
 
     def list_tensors(self, folder: Path) -> Listing | None:
         """List the tensors and damaged files of a folder; None if opening it already checks its files."""
         if not self.lister:
             return None
-        listing: Listing = _imported(self.lister)(folder)
+        listing: Listing = _import(self.lister)(folder)
         return listing
 
     def files_to_replace(self, folder: Path) -> tuple[str, ...]:
@@ -123,6 +123,6 @@ class Format:
         return self.own_files if self.own_files and self.reader_class.may_be_replaced(folder) else ()
 
 
-def _imported(place: str) -> Any:
+def _import(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

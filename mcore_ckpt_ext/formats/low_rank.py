@@ -103,7 +103,7 @@ class Merged:
             columns = region.sizes[1]
             bands = []
             for band in self._bands(region, start, stop, wanted.tensors[region.name].shape[1]):
-                rows = _merged(band, given)
+                rows = _merge_band(band, given)
                 left = region.offsets[1] - band.left
                 bands.append(rows[:, left : left + columns].reshape(-1))
             before = start - start // columns * columns
@@ -145,7 +145,7 @@ class Merged:
         return tensor
 
 
-def _merged(band: _Band, given: Iterator[torch.Tensor]) -> torch.Tensor:
+def _merge_band(band: _Band, given: Iterator[torch.Tensor]) -> torch.Tensor:
     rows = band.stop - band.start
     part = band.part
     weight = next(given).view(rows, band.width).float()

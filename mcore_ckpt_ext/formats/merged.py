@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.parts import StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
-from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated, view_of_weights
+from mcore_ckpt_ext.formats.weights_view import WeightsView, view_of_weights, with_file_names
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Derivation, derivation_of
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsView:
-    """Return the model's arrays without adapters; `merged` derives the weights that adapters apply to."""
+    """Return the model's arrays without adapters; `_merge_derivations` derives the weights that adapters apply to."""
 
     def derivation(kind: str, name: str) -> Derivation | None:
         merged_weight = merged.get(name) if kind == WEIGHT else None
@@ -67,9 +67,9 @@ def merged_view(
     where = adapters.model.weights()
     if not are_together:
         reader = OverlayReader(base.files.reader, adapters.files.reader)
-        where = relocated(where, reader.name_of)
+        where = with_file_names(where, reader.name_of)
         view = replace(view, files=replace(view.files, reader=reader, transfer=Transfer(reader)))
-    merged = _merged(base, adapters, where, scaling, fit_of_adapters(base, family, passed))
+    merged = _merge_derivations(base, adapters, where, scaling, fit_of_adapters(base, family, passed))
     sources = [base] if are_together else [base, adapters]
 
     def unread(*, objects: bool = True) -> list[UnreadState]:
@@ -97,7 +97,7 @@ def _base_values(named: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in named.items() if not is_adapter(name)}
 
 
-def _merged(
+def _merge_derivations(
     base: CheckpointView, adapters: CheckpointView, where: Weights, scaling: Scaling, fit: Fit
 ) -> dict[str, Merged]:
     """Return the derivation of each weight with adapters.

@@ -201,7 +201,7 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: boo
     ]
 
 
-def undistributed(chain: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def mark_undistributed(chain: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the same chain with every optimizer marked as not distributed."""
     return [{key: value for key, value in child.items() if key != SHARDING_MARK} for child in chain]
 

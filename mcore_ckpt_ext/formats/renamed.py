@@ -103,7 +103,7 @@ def renamed_weights(weights: Weights, names: NameMap) -> WeightsView:
         stored=lambda kind, name: names.slices(weights.stored(kind, names.stored(name))),
         stored_in=lambda kind, region: names.slices(slices_in(weights, kind, names.region_as_stored(region))),
         logical_tensor=lambda kind, name: names.tensor(weights.logical_tensor(kind, names.stored(name)), name),
-        derivation=lambda kind, name: _renamed(derivation_of(weights, kind, names.stored(name)), names),
+        derivation=lambda kind, name: _rename_derivation(derivation_of(weights, kind, names.stored(name)), names),
         copies=lambda kind, name: names.copies(weights.copies(kind, names.stored(name))),
     )
 
@@ -119,7 +119,7 @@ def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
         slots=lambda kind, name: names.slices(state.slots(kind, names.stored(name))),
         copies=lambda kind, name: names.copies(state.copies(kind, names.stored(name))),
         dtypes_of=lambda name: state.dtypes_of(names.stored(name)),
-        derivation=lambda kind, name: _renamed(state.derivation(kind, names.stored(name)), names),
+        derivation=lambda kind, name: _rename_derivation(state.derivation(kind, names.stored(name)), names),
         lost=lambda kind, name: state.lost(kind, names.stored(name)),
         is_distributed=lambda name: state.is_distributed(names.stored(name)),
         order_sources=state.order_sources,
@@ -129,7 +129,7 @@ def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
     )
 
 
-def _renamed(derivation: Derivation | None, names: NameMap) -> Derivation | None:
+def _rename_derivation(derivation: Derivation | None, names: NameMap) -> Derivation | None:
     return _RenamedDerivation(derivation, names) if derivation is not None else None
 
 

@@ -107,15 +107,15 @@ def version_number(version: str | None) -> Version:
 
 def installed_version() -> str:
     """Return the version of the installed megatron-core, or else the newest known one."""
-    return _installed() or str(NEWEST)
+    return _installed_version() or str(NEWEST)
 
 
 def is_installed() -> bool:
     """Return whether megatron-core is installed."""
-    return _installed() is not None
+    return _installed_version() is not None
 
 
-def _installed() -> str | None:
+def _installed_version() -> str | None:
     from importlib import metadata  # imports the parsers of e-mail, for the few commands that need it
 
     try:

@@ -113,7 +113,7 @@ def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
             yield from tensors_in(value, (*path, str(key)))
 
 
-def joined(found: Iterable[UnreadState]) -> list[UnreadState]:
+def merge_entries(found: Iterable[UnreadState]) -> list[UnreadState]:
     """Merge entries with equal keys, and sum their bytes."""
     together: dict[str, UnreadState] = {}
     for item in found:

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.renamed import NameMap, RenamedOrder, renamed_state,
 from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.layer_form import check_layer_form
-from mcore_ckpt_ext.model_space.names import renamed_as_in
+from mcore_ckpt_ext.model_space.names import name_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.first_step import (
     WITHOUT_STEP,
@@ -124,6 +124,6 @@ def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:
 def with_names_of(view: CheckpointView, other: CheckpointView) -> CheckpointView:
     """Return a view under another checkpoint's names, if only the names of their layer specs differ."""
     other_names = set(other.names(WEIGHT))
-    names = {name: renamed_as_in(other_names, name) for name in view.names(WEIGHT)}
+    names = {name: name_in(other_names, name) for name in view.names(WEIGHT)}
     one_for_one = len(set(names.values())) == len(names)
     return renamed(view, names) if one_for_one and any(map(ne, names, names.values())) else view

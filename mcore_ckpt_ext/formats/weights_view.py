@@ -37,7 +37,7 @@ def view_of_weights(weights: Weights) -> WeightsView:
     )
 
 
-def relocated(weights: Weights, name_of: Callable[[str], str]) -> WeightsView:
+def with_file_names(weights: Weights, name_of: Callable[[str], str]) -> WeightsView:
     """Return stored weights with other file names; `name_of` maps each name."""
 
     def plain(extent: PlainExtent) -> PlainExtent:

@@ -63,11 +63,11 @@ def _value(expression: ast.expr) -> int | list[int]:
         left = _value(expression.left)
         right = _value(expression.right)
         if isinstance(expression.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return _limited(left + right, 1)
+            return _limit(left + right, 1)
         if isinstance(expression.op, ast.Mult):
             layers, times = (left, right) if isinstance(left, list) else (right, left)
             if isinstance(layers, list):
-                return _limited(layers, _number(times))
+                return _limit(layers, _number(times))
     raise ValueError("no pattern of layers")
 
 
@@ -77,7 +77,7 @@ def _number(value: int | list[int]) -> int:
     return value
 
 
-def _limited(layers: list[int], times: int) -> list[int]:
+def _limit(layers: list[int], times: int) -> list[int]:
     """Return the repeated list.
 
     Raises:

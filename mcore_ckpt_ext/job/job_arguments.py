@@ -53,15 +53,15 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
 
     def __post_init__(self) -> None:
         for name, expected in invalid_values(self.raw):
-            raise self._refused(name, format_untrusted(self.raw[name]), expected)
+            raise self._refusal(name, format_untrusted(self.raw[name]), expected)
         layers = self.num_layers or 0
         pattern = self.moe_layer_freq
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
-            raise self._refused(
+            raise self._refusal(
                 "num_experts", f"{self.num_experts} in each of {counted(layers, 'layer')}", "far fewer in all"
             )
         if isinstance(pattern, Sequence) and len(pattern) < layers:
-            raise self._refused(
+            raise self._refusal(
                 "moe_layer_freq", counted(len(pattern), "item"), f"one for each of {counted(layers, 'layer')}"
             )
 
@@ -146,7 +146,7 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
             {**self.raw, **changes}, source=source or self.source, version=self.version, is_complete=self.is_complete
         )
 
-    def _refused(self, name: str, invalid_value: str, expected: str) -> UnreadableCheckpointError:
+    def _refusal(self, name: str, invalid_value: str, expected: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
             "an argument of the job has an invalid value",
             found=f"{name}: {invalid_value}",

@@ -40,19 +40,19 @@ def digest_on_device(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     # Models have many small parameters, whose shards mostly begin and end at a word, so absent parts are not computed.
     parts: list[torch.Tensor] = []
     if head:
-        parts += _products(_padded(bits[:head], start % per_word, per_word), start // per_word)
+        parts += _products(_pad(bits[:head], start % per_word, per_word), start // per_word)
     if whole.numel():
         words = whole.clone() if whole.storage_offset() % per_word else whole
         parts += _products(words.view(torch.int64), (start + head) // per_word)
     if tail:
-        parts += _products(_padded(bits[numel - tail :], 0, per_word), (start + numel - tail) // per_word)
-    counted = _wrapped(_COUNTED * numel)
+        parts += _products(_pad(bits[numel - tail :], 0, per_word), (start + numel - tail) // per_word)
+    counted = _wrap(_COUNTED * numel)
     if not parts:
         return torch.full((), counted, dtype=torch.int64, device=bits.device)
     return reduce(torch.add, parts) + counted  # int64 wraps around
 
 
-def _padded(bits: torch.Tensor, before: int, per_word: int) -> torch.Tensor:
+def _pad(bits: torch.Tensor, before: int, per_word: int) -> torch.Tensor:
     """Return fewer than eight bytes as an integer, preceded by `before` elements of zero."""
     room = bits.new_zeros(per_word)
     room[before : before + bits.numel()] = bits
@@ -93,16 +93,16 @@ def parse_digest(text: str) -> int:
 @lru_cache(maxsize=4)
 def _word_factors(device: str) -> torch.Tensor:
     """Return a factor for each word of a block."""
-    return _scrambled(torch.arange(_BLOCK, device=device))
+    return _scramble(torch.arange(_BLOCK, device=device))
 
 
 @lru_cache(maxsize=1 << 16)
 def _block_factor(block: int) -> int:
     """Return the common factor of all words of a block."""
-    return int(_scrambled(torch.tensor(block)))
+    return int(_scramble(torch.tensor(block)))
 
 
-def _scrambled(numbers: torch.Tensor) -> torch.Tensor:
+def _scramble(numbers: torch.Tensor) -> torch.Tensor:
     """Return odd pseudorandom numbers from int64 as splitmix64 does, but with shifts of signed numbers."""
     mixed = (numbers.long() + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
@@ -110,6 +110,6 @@ def _scrambled(numbers: torch.Tensor) -> torch.Tensor:
     return (mixed ^ (mixed >> 31)) | 1
 
 
-def _wrapped(number: int) -> int:
+def _wrap(number: int) -> int:
     """Wrap an integer around to int64."""
     return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2

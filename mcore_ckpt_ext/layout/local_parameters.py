@@ -35,7 +35,7 @@ from mcore_ckpt_ext.model_space.names import (
     parse,
     parse_own,
     split_layer,
-    unwrapped,
+    strip_wrappers,
 )
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.versions import NEWEST
@@ -120,8 +120,8 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
     Raises:
         UnsupportedCheckpointError: the order of its elements is not supported.
     """
-    if is_output_layer(unwrapped(local)) and not arguments.untie_embeddings_and_output_weights:
-        return word_embeddings_of(unwrapped(local))
+    if is_output_layer(strip_wrappers(local)) and not arguments.untie_embeddings_and_output_weights:
+        return word_embeddings_of(strip_wrappers(local))
     if fuses_experts(local):
         raise UnsupportedCheckpointError(
             "the experts are stored as one transposed matrix (GroupedMLP), which this package does not read",
@@ -168,7 +168,7 @@ class LocalNames:
         return own_name(parse(name).counted_from(-first_layer, -first_expert), self._spec, self._grouped, self._version)
 
 
-def gated_in_towers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+def tower_gates(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
     """Return whether each first linear layer outside the language model is gated, by name.
 
     The arguments describe only the language model. A gated linear has twice as many rows as the next one has columns
@@ -192,7 +192,7 @@ def _is_of_language_layer(name: str) -> bool:
 
 def layers_of(local_names: Mapping[str, object]) -> int:
     """Return the number of layers of the divided block in a rank's chunk, by its `state_dict`'s names."""
-    names = [unwrapped(name) for name in local_names]
+    names = [strip_wrappers(name) for name in local_names]
     block = pipelined_block(names)
     layers = (split_layer(name)[0] for name in names)
     return len({layer.number for layer in layers if layer is not None and layer.block == block})

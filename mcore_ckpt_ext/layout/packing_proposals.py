@@ -35,7 +35,7 @@ class Proposal:
 def propose_by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule) -> Proposal:
     """Return the packing that a rule derives from one parameter order."""
     is_observed = isinstance(order, ObservedOrder)
-    return Proposal(order.label, lambda group: _packed(models, order, rule, group), is_observed)
+    return Proposal(order.label, lambda group: _pack(models, order, rule, group), is_observed)
 
 
 def propose_by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
@@ -102,7 +102,7 @@ def pack_buffers(
     return packed
 
 
-def _packed(models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup) -> Packing | None:
+def _pack(models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup) -> Packing | None:
     buffers = pack_buffers(models, order, rule, group.rank, group.stages)
     if buffers is None:
         return None

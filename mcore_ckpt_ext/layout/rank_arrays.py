@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import TensorPart, gated_in_towers, regions_of
+from mcore_ckpt_ext.layout.local_parameters import TensorPart, regions_of, tower_gates
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.model_space.names import is_of_experts
@@ -42,7 +42,7 @@ class RankArrays:
 
     def recognize_gates(self, weights: Iterable[tuple[str, TensorReference]]) -> None:
         """Recognize gated linears of towers by the shapes of one rank's weights; call it before `add`."""
-        self._gated_in_towers |= gated_in_towers({name: value.shape for name, value in weights})
+        self._gated_in_towers |= tower_gates({name: value.shape for name, value in weights})
 
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:
         """Add one rank's part of a tensor, or of all tensors into which model space splits it.

@@ -36,7 +36,7 @@ class StageLayout:
     def parse(cls, value: object) -> StageLayout | None:
         """Parse an argument given as text or as lists of names; return None for an invalid one."""
         if isinstance(value, str):
-            stages = _expanded(value)
+            stages = _expand(value)
         elif isinstance(value, list) and all(isinstance(stage, list) for stage in value):
             stages = [_letters(stage) for stage in value]
         else:
@@ -64,7 +64,7 @@ class StageLayout:
         return (chunks[0] % pipeline, chunks[0] // pipeline) if len(chunks) == 1 else None
 
 
-def _expanded(text: str) -> list[str | None]:
+def _expand(text: str) -> list[str | None]:
     """Expand a layout given as text, such as `Ettt|(tt|)*29,m|L`, into stages; empty if it is too long."""
     text = text.replace(",", "")
     for pattern in _REPEATED:

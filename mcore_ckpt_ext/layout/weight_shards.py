@@ -123,7 +123,7 @@ class ShardOfWeight:
             return None
         rows, columns = grid
         if len(columns) > 1:
-            return self._crossed(name, shape, grid) if len(rows) == self.shards else None
+            return self._crossed_regions(name, shape, grid) if len(rows) == self.shards else None
         if is_first_linear(name) and len(rows) == 2 * self.ranks * self.shards:
             chosen = self._gated_shards()
         elif len(rows) == self.ranks * self.shards:
@@ -135,7 +135,7 @@ class ShardOfWeight:
         ends = (*rows[1:], shape[0])
         return tuple(Region.band(name, shape, 0, rows[index], ends[index]) for index in chosen)
 
-    def _crossed(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...]:
+    def _crossed_regions(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...]:
         rows, columns = grid
         ends = (*rows[1:], shape[0])
         sides = (*columns[1:], shape[1])

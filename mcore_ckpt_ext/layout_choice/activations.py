@@ -75,7 +75,7 @@ class ActivationOptions:
             stores_scores=_stores_scores(job),
             has_dropout=fraction_of(job, "hidden_dropout", _DEFAULT_DROPOUT) > 0,
             linear_input=1 if job.raw.get("fp8") or job.raw.get("fp4") else 2,
-            offloaded=_offloaded(job),
+            offloaded=_offloaded_terms(job),
             offloaded_layers=number_of(job, "cpu_offloading_num_layers", 0),
             capacity=capacity if is_padded and capacity else 1.0,
             fullest=_fullest(job, capacity, is_padded=is_padded),
@@ -100,7 +100,7 @@ _OFFLOADED = {
 }
 
 
-def _offloaded(job: JobArguments) -> frozenset[str]:
+def _offloaded_terms(job: JobArguments) -> frozenset[str]:
     """Return the terms that are moved to the host.
 
     Source: `offload_modules` (megatron/core/transformer/transformer_config.py, core_v0.16.0 to 0.19.2).

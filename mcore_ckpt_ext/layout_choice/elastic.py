@@ -146,7 +146,7 @@ class _ElasticSearch:
                 self.result.reasons.append((str(layout), reason))
                 continue
             group = key[:2]
-            best += self._accepted(layout, limited)
+            best += self._accepted_layouts(layout, limited)
         return min(best, key=lambda candidate: usage_key(candidate, self.old, limited), default=None)
 
     def refusal(self, layout: ParallelLayout) -> str | None:
@@ -165,7 +165,7 @@ class _ElasticSearch:
             return f"TP{layout.tensor} does not divide the {rows} of the vocabulary"
         return None
 
-    def _accepted(self, layout: ParallelLayout, limited: SearchRequest) -> Iterator[FoundLayout]:
+    def _accepted_layouts(self, layout: ParallelLayout, limited: SearchRequest) -> Iterator[FoundLayout]:
         """Yield the layouts with these sizes that are within the limit of memory."""
         searched = self.pinned(layout)
         self.result.reasons += [(str(exclusion.layout), exclusion.reason) for exclusion in searched.nearest.values()]

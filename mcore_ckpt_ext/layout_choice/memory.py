@@ -137,7 +137,7 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
     for holding, ranks in shares:
         if not holding.elements:
             continue
-        padded = _padded(holding, ranks, buffers)
+        padded = _padded_size(holding, ranks, buffers)
         has_shards = buffers.sharding is Sharding.PARAMETERS
         trained = max(holding.trained, 1)
         padding = holding.weight_bytes * (padded - holding.trained) // holding.elements
@@ -187,7 +187,7 @@ def context_of(layout: ParallelLayout) -> int:
     return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups)
 
 
-def _padded(holding: Holding, ranks: int, buffers: Buffers) -> int:
+def _padded_size(holding: Holding, ranks: int, buffers: Buffers) -> int:
     if not buffers.is_distributed:
         return holding.trained
     return align(holding.aligned, bucket_alignment(ranks, buffers.high_bandwidth))

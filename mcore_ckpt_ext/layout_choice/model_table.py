@@ -171,7 +171,7 @@ class ModelTable:
         self.layers = layers
         self.padded_rows = padded_rows
         self.copies = copies
-        self._totals = cache(self._counted)
+        self._totals = cache(self._running_totals)
 
     @cached_property
     def elements(self) -> int:
@@ -236,10 +236,10 @@ class ModelTable:
 
         `expert`: `NO_EXPERTS`, `ALL_PARAMETERS`, or the expert parallel size, for the experts of one rank alone.
         """
-        local, chosen = self._divided(tensor, expert_tensor, expert)
+        local, chosen = self._divide(tensor, expert_tensor, expert)
         return local.select(chosen)
 
-    def _divided(self, tensor: int, expert_tensor: int, expert: int) -> tuple[LocalColumns, Flags]:
+    def _divide(self, tensor: int, expert_tensor: int, expert: int) -> tuple[LocalColumns, Flags]:
         """Return one rank's part of every parameter, and a mask of the parameters that the rank has."""
         columns = self._columns
         is_expert = columns["expert"] >= 0
@@ -262,10 +262,10 @@ class ModelTable:
         )  # fmt: skip
         return local, chosen
 
-    def _counted(self, tensor: int, expert_tensor: int, expert: int) -> _Totals:
+    def _running_totals(self, tensor: int, expert_tensor: int, expert: int) -> _Totals:
         """Return running totals over layers; for `expert` see `local`."""
         columns = self._columns
-        local, chosen = self._divided(tensor, expert_tensor, expert)
+        local, chosen = self._divide(tensor, expert_tensor, expert)
         elements = local.elements
         aligned = -(-elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
         # Parameters before layer 0 and after the last layer are counted in two additional rows.

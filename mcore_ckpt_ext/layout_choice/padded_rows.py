@@ -27,7 +27,7 @@ class PaddedRows:
 
     def __call__(self, tensor: int) -> int:
         """Return the number of rows for a tensor-parallel size, with the divisor that `divisor_for` returns."""
-        return self._padded((self.divisor_for(tensor) or self._divisor) * tensor)
+        return self._pad((self.divisor_for(tensor) or self._divisor) * tensor)
 
     def divisor_for(self, tensor: int) -> int | None:
         """Return the divisor that keeps the rows of the checkpoint, as small as possible.
@@ -36,12 +36,12 @@ class PaddedRows:
             None if the job's own divisor keeps them, or none does.
         """
         rows = self.stored
-        if not rows or rows % tensor or self._padded(self._divisor * tensor) == rows:
+        if not rows or rows % tensor or self._pad(self._divisor * tensor) == rows:
             return None
         shares = rows // tensor
         padding = rows - self._tokens if self._tokens is not None else rows - 1
         divisors = {size for low in range(1, isqrt(shares) + 1) if shares % low == 0 for size in (low, shares // low)}
         return min((size for size in divisors if size * tensor > padding >= 0), default=None)
 
-    def _padded(self, multiple: int) -> int:
+    def _pad(self, multiple: int) -> int:
         return -(-(self._tokens or self.stored) // multiple) * multiple

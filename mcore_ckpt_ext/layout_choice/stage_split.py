@@ -106,11 +106,11 @@ def _candidates(
         if pipeline > 2 and 1 < ends < 2 * full:
             yield {"decoder_first_pipeline_num_layers": -(-ends // 2), "decoder_last_pipeline_num_layers": ends // 2}
     if TAKES_STAGE_LAYOUTS.is_of(version) and 2 * total >= pipeline * virtual - 2 and pipeline > 1:
-        counts = _balanced(total, pipeline * virtual)
+        counts = _balance(total, pipeline * virtual)
         yield {"pipeline_model_parallel_layout": layout_string(counts, job.mtp_num_layers or 0)}
 
 
-def _balanced(total: int, stages: int) -> list[int]:
+def _balance(total: int, stages: int) -> list[int]:
     """Return the most even numbers of layers.
 
     The stages with the embedding and the loss are the first to get fewer.
@@ -148,7 +148,7 @@ def applied_split(job: JobArguments, arguments: Mapping[str, Any], pipeline: int
     items = tuple(chosen.items())
     text = chosen["pipeline_model_parallel_layout"]
     if text and text != job.pipeline_model_parallel_layout and not is_hybrid(job):
-        counts = _balanced(job.num_layers or 0, pipeline * virtual)
+        counts = _balance(job.num_layers or 0, pipeline * virtual)
         if layout_string(counts, job.mtp_num_layers or 0) != text:
             return None
         return StageSplit(tuple(tuple(counts[rank::pipeline]) for rank in range(pipeline)), items)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mcore_ckpt_ext.collectives import agreed, agreed_here, is_first_rank
+from mcore_ckpt_ext.collectives import agree, agree_here, is_first_rank
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.megatron.live.arguments import live_arguments, unwrapped
+from mcore_ckpt_ext.megatron.live.arguments import live_arguments, unwrap_model
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
 from mcore_ckpt_ext.megatron.live.sidecar_writer import packing_recorder
 from mcore_ckpt_ext.megatron.load_session import LoadSession
@@ -43,8 +43,8 @@ def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: objec
         ...     print("on every rank alike")
         on every rank alike
     """
-    chunks = unwrapped(model)
-    running = agreed_here("reading the live model", lambda: live_arguments(chunks, optimizer))
+    chunks = unwrap_model(model)
+    running = agree_here("reading the live model", lambda: live_arguments(chunks, optimizer))
     options = ResumeOptions(VERIFY_ALL.value, ACCEPT_LOST.value, READ_ONCE.value)
     prepared = prepare(LoadSession(Path(os.fspath(path))), chunks, optimizer, running, options)
     announce(str(prepared.prove().fill()))
@@ -73,8 +73,8 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
         mcore_ckpt_ext refused while looking at the checkpoint; no sidecar is written
     """
     folder = Path(os.fspath(path))
-    chunks = unwrapped(model)
-    iteration = agreed("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.job.iteration(), _NONE)[0]
+    chunks = unwrap_model(model)
+    iteration = agree("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.job.iteration(), _NONE)[0]
     settings = live_arguments(chunks, optimizer).raw
     text = packing_recorder().text(lambda: chunks, optimizer, settings, iteration)
 
@@ -82,4 +82,4 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
         if text and is_first_rank():
             Disk().publish(folder, text, None, "")
 
-    agreed(f"writing {FILE_NAME}", write, _NONE)
+    agree(f"writing {FILE_NAME}", write, _NONE)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.collectives import gather, listed_of_all
+from mcore_ckpt_ext.collectives import gather, list_reasons_of_all
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import MasterCheck
@@ -135,7 +135,7 @@ def _comparisons(
     except Exception as error:  # noqa: BLE001 - see the docstring
         problem = f"{type(error).__name__}: {error}"
     comparisons = gather(_Comparison(mismatches, problem, any_keeps_remainders(optimizer)))
-    if problems := listed_of_all([comparison.problem for comparison in comparisons]):
+    if problems := list_reasons_of_all([comparison.problem for comparison in comparisons]):
         # Rank 0 names all; the log of a rank that could not check says so, too.
         announce(f"this load is not verified: {problems}", every_rank=problem is not None)
     return comparisons

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed, gather, is_first_rank, rank_and_size
+from mcore_ckpt_ext.collectives import agree, gather, is_first_rank, rank_and_size
 from mcore_ckpt_ext.continuity.data_order import order_in_another_loop
 from mcore_ckpt_ext.continuity.order_change import CHANGES, DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, format_ranks
@@ -116,7 +116,7 @@ def wrap_load(original: Function) -> Function:
         plans = {path: plan for path, plan in planned if plan is not None}
         if not plans:
             return load_stored(*call.args, **call.kwargs)
-        agreed("looking at the checkpoint", lambda: check_lists(tree, plans.keys()))
+        agree("looking at the checkpoint", lambda: check_lists(tree, plans.keys()))
         call.arguments["sharded_state_dict"] = without(call.arguments["sharded_state_dict"], plans.keys())
         return with_plans(load_stored(*call.args, **call.kwargs), plans)
 
@@ -184,7 +184,7 @@ def _all_request(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
                 "loaded, in place of loading the optimizer's state",
             )
 
-    agreed("looking at the checkpoint", inspect_here)
+    agree("looking at the checkpoint", inspect_here)
     return False
 
 
@@ -199,7 +199,7 @@ def _plan(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
             the order of the data.
     """
     optimizer = request.optimizer
-    fits = all(agreed("looking at the checkpoint", lambda: _fits(session, request)))
+    fits = all(agree("looking at the checkpoint", lambda: _fits(session, request)))
 
     def inspect_here() -> tuple[LoadDecision, bool, DataOrder] | None:
         """Return rank 0's decision, whether `UncheckedLoads` checks a load by Megatron, the data's order."""
@@ -210,7 +210,7 @@ def _plan(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
         check_required_order(order, None, session.folder)
         return _decide(session, optimizer, fits), not session.checkpoint.names(WEIGHT), order
 
-    rank0_decision = agreed("looking at the checkpoint", inspect_here)[0]
+    rank0_decision = agree("looking at the checkpoint", inspect_here)[0]
     if rank0_decision is None:
         return None
     decision, is_unchecked, order = rank0_decision

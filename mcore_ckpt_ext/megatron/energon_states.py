@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.collectives import agree, is_first_rank
 from mcore_ckpt_ext.continuity.energon import LoaderSizes, saves_loader_states
 from mcore_ckpt_ext.continuity.order_change import CHANGES, DataOrder, OrderChange
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, counted
@@ -194,11 +194,11 @@ def provide_states(scope: Scope, arguments: Any, states: SavedStates) -> None:
         )
         return rank, saved, written
 
-    named = agreed(_PHASE, names, _LOADED)
+    named = agree(_PHASE, names, _LOADED)
     if len(states.files) == size and all(Path(saved) == states.files[rank] for rank, saved, _ in named):
         return
     written = {Path(path): rank for rank, _, path in named}
-    agreed(_PHASE, lambda: _write(states, size, written) if is_first_rank() else None, _LOADED)
+    agree(_PHASE, lambda: _write(states, size, written) if is_first_rank() else None, _LOADED)
     setattr(arguments, _SAVED_AT, states.place)
     setattr(arguments, _ARGUMENT, target)
 
@@ -213,7 +213,7 @@ def restore_argument(arguments: Any) -> None:
 def _write(states: SavedStates, size: int, names: dict[Path, int]) -> None:
     """Write the state of each of `size` ranks under its names."""
     is_same_size = len(states.files) == size
-    contents = [] if is_same_size else redistributed([_load(path) for path in states.files], size)
+    contents = [] if is_same_size else redistribute([_load(path) for path in states.files], size)
     for path, rank in names.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -224,7 +224,7 @@ def _write(states: SavedStates, size: int, names: dict[Path, int]) -> None:
         partial.replace(path)
 
 
-def redistributed(states: Sequence[Any], size: int) -> list[Any]:
+def redistribute(states: Sequence[Any], size: int) -> list[Any]:
     """Return the states of `size` ranks with the workers of others, in their order.
 
     `command_redist` does the same, but its release 7.4.1 fails with a single file ("No numeric portion found").

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.collectives import Failure, agreed, agreed_here, rank_and_size
+from mcore_ckpt_ext.collectives import Failure, agree, agree_here, rank_and_size
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint, torch_dist_reader
@@ -133,7 +133,7 @@ class _FastLoad:
         Returns:
             The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.
         """
-        plans = agreed("planning the load", self._plan, _UNTOUCHED)
+        plans = agree("planning the load", self._plan, _UNTOUCHED)
         for rank, plan in enumerate(plans):
             if plan.refusal is not None:
                 announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {plan.refusal})")
@@ -142,16 +142,16 @@ class _FastLoad:
         some = any(plan.objects for plan in plans)
         # Objects first: if one of them is damaged, nothing has been written yet.
         read_objects = functools.partial(self._read_objects, index, some=some)
-        values = agreed_here("reading the pickled objects", read_objects, _UNTOUCHED)
+        values = agree_here("reading the pickled objects", read_objects, _UNTOUCHED)
         if read_once:
-            self._tensors.share(agreed("planning what is read once", self._tensors.wanted_bytes, _UNTOUCHED))
+            self._tensors.share(agree("planning what is read once", self._tensors.wanted_bytes, _UNTOUCHED))
         tensors: list[Any] = []
 
         def read() -> int:
             tensors.extend(self._tensors.read())
             return self._tensors.bytes_read
 
-        nbytes = sum(agreed("reading the model", read, "it is partly written: do not train on, start again"))
+        nbytes = sum(agree("reading the model", read, "it is partly written: do not train on, start again"))
         values |= zip(map(id, self._requests.tensors), tensors, strict=True)
         return _answer(self._request, values), nbytes
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed, agreed_here
+from mcore_ckpt_ext.collectives import agree, agree_here
 from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR, plain_backend
 from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.megatron.live.model import Chunks
@@ -54,7 +54,7 @@ def load_into_fsdp(
         is_own = plain_backend(session.with_folder(folder).index) == FSDP_DTENSOR
         return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=is_own))
 
-    looked = agreed("looking at the checkpoint", inspect_here)[0]
+    looked = agree("looking at the checkpoint", inspect_here)[0]
     if looked is None:
         return stock(), ""
     folder, decision = looked
@@ -62,7 +62,7 @@ def load_into_fsdp(
     if decision.is_stock:
         return stock(), ""
     here = session.with_folder(folder)
-    return agreed_here("opening the checkpoint", lambda: MegatronFsdpAdapter(here, arguments)).load(
+    return agree_here("opening the checkpoint", lambda: MegatronFsdpAdapter(here, arguments)).load(
         scope, arguments, stock
     )
 
@@ -105,11 +105,11 @@ def load_into_torch_fsdp(
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
     """
     arguments = scope["get_args"]()
-    folder = agreed("looking at the checkpoint", lambda: folder_to_load(directory, arguments))[0]
+    folder = agree("looking at the checkpoint", lambda: folder_to_load(directory, arguments))[0]
     if folder is None or optimizer is None:
         return stock(), ""
     explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
     here = session.with_folder(folder)
-    adapter = agreed_here("opening the checkpoint", lambda: TorchFsdpAdapter(here, arguments, chunks, optimizer))
+    adapter = agree_here("opening the checkpoint", lambda: TorchFsdpAdapter(here, arguments, chunks, optimizer))
     with adapter.returning_state():
         return adapter.load(scope, arguments, stock)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.collectives import agree, is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError, counted, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.forward_pass import notes_on
@@ -24,7 +24,7 @@ from mcore_ckpt_ext.megatron.new_tokens import (
     refusal,
 )
 from mcore_ckpt_ext.megatron.sources.huggingface import check_arguments, check_vocabulary, open_for_job
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import present
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
@@ -44,8 +44,8 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
         ResumeRefusedError: on every rank, if the folder and the model do not match, or the folder is unreadable.
     """
     arguments = scope["get_args"]()
-    agreed("comparing the arguments with config.json", lambda: check_arguments(arguments))
-    new = agreed("comparing the vocabularies", lambda: _new_tokens(folder, arguments), "nothing is loaded")[0]
+    agree("comparing the arguments with config.json", lambda: check_arguments(arguments))
+    new = agree("comparing the vocabularies", lambda: _new_tokens(folder, arguments), "nothing is loaded")[0]
     left_out: list[str] = []
     registered: set[str] = set()
 
@@ -63,7 +63,7 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
         return checkpoint.view
 
     exists = overridden(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
-    with exists, presented(scope, LoadSession(folder), chunks, opened), initialization_kept(chunks, new, optimizer):
+    with exists, present(scope, LoadSession(folder), chunks, opened), initialization_kept(chunks, new, optimizer):
         result = stock()
     grown = f"; {kept_message(new)}" if new else ""
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""

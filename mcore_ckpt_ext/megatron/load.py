@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed
+from mcore_ckpt_ext.collectives import agree
 from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of
 from mcore_ckpt_ext.continuity.sizes import sizes_of_job
 from mcore_ckpt_ext.errors import counted
@@ -269,7 +269,7 @@ class _LoadCall:
                 return False
             return folder.name != RELEASE and lacks_random_states(resume.session.with_folder(folder), arguments)
 
-        lacking = agreed("looking at the random states", lacks)[0] if grid_may_differ(arguments) else False
+        lacking = agree("looking at the random states", lacks)[0] if grid_may_differ(arguments) else False
         kept = resume.tokens if keeps_initialization() else range(0)
         with initialization_kept(self._chunks, kept, self._optimizer), self._skip_random_states(lacking):
             loaded = load_weights_alone(

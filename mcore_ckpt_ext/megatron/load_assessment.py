@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
+from mcore_ckpt_ext.collectives import agree, attempt, is_first_rank
 from mcore_ckpt_ext.errors import escape
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
@@ -125,8 +125,8 @@ def packs_otherwise(session: LoadSession, chunks: Callable[[], Chunks], optimize
         attempt(lambda: live_orders.update(order_digests(recorded_groups(chunks(), optimizer))))
         return any(recorded_orders.get(group, order) != order for group, order in live_orders.items())
 
-    recorded_orders = agreed(_PHASE, recorded)[0] or {}
-    return bool(recorded_orders) and any(agreed(_PHASE, differs))
+    recorded_orders = agree(_PHASE, recorded)[0] or {}
+    return bool(recorded_orders) and any(agree(_PHASE, differs))
 
 
 def assess_live(
@@ -219,7 +219,7 @@ def refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | 
             raise another_kind_of_optimizer(f"--optimizer {stored_kind}", f"--optimizer {running_kind}", str(name))
 
     if arguments.ckpt_format == TORCH_DIST:
-        agreed(_PHASE, compare)
+        agree(_PHASE, compare)
 
 
 def _call_megatron(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:

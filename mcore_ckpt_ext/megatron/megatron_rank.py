@@ -24,7 +24,7 @@ from mcore_ckpt_ext.megatron.probe import (
 from mcore_ckpt_ext.megatron.random_states import requested_grid
 from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import present
 from mcore_ckpt_ext.optimizer_reshard import LiveRank
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import LOAD, SETTINGS, STOCK
@@ -116,7 +116,7 @@ class MegatronRank(LiveRank):
         is_read_by_others = is_presented or LOAD.chosen(arguments) == STOCK
         with (
             overridden(vars(arguments), **less),
-            presented(self._scope, resume.session, self._chunks) if is_presented else nullcontext(),
+            present(self._scope, resume.session, self._chunks) if is_presented else nullcontext(),
             nullcontext()
             if is_read_by_others
             else reading_fast(resume.session, checkpoint, read_once=resume.options.read_once),

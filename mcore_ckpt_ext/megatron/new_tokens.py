@@ -78,7 +78,7 @@ def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRef
             "comparing the vocabularies",
             "the job has tokens without rows in the checkpoint, and their weights would be zero",
         ),
-        found=f"{counted(tokens.start, 'row')} in the checkpoint, padding included; new are {described(tokens)}",
+        found=f"{counted(tokens.start, 'row')} in the checkpoint, padding included; new are {format_tokens(tokens)}",
         expected=f"at most {counted(tokens.start, 'token')}",
         where=where,
         hint=same + (keep if can_be_kept else ""),
@@ -88,17 +88,17 @@ def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRef
 def zeros_message(tokens: range) -> str:
     """Return the log line for weights that stock Megatron loads without an optimizer."""
     return (
-        f"the checkpoint has no row for {described(tokens)}: Megatron sets their weights to zero; with {_KEEP} they "
-        "keep the model's own initialization"
+        f"the checkpoint has no row for {format_tokens(tokens)}: Megatron sets their weights to zero; with {_KEEP} "
+        "they keep the model's own initialization"
     )
 
 
 def kept_message(tokens: range) -> str:
     """Return the log line for new tokens that the user accepts."""
-    return f"new are {described(tokens)}: their rows keep the model's own initialization"
+    return f"new are {format_tokens(tokens)}: their rows keep the model's own initialization"
 
 
-def described(tokens: range) -> str:
+def format_tokens(tokens: range) -> str:
     """Format token numbers for a message."""
     only = f"token {tokens.start}"
     return only if len(tokens) == 1 else f"tokens {tokens.start} to {tokens.stop - 1}"

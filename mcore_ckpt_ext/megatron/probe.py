@@ -81,7 +81,7 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     missing = _read(session, missing_progress, tuple[str, ...]())
     index = session.index.shared if session is not None and keeps else None
     if session is not None and not keeps:
-        session.index = session.index.unshared()
+        session.index = session.index.unshare()
     return LoadProbe(health=health, index=index, vocabulary_rows=rows, missing=missing, session=session)
 
 
@@ -111,7 +111,7 @@ def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:
     if getattr(arguments, "non_persistent_ckpt_type", None):
         return ()
     return tuple(
-        bool(folder) and (Path(str(folder)) / TRACKER_FILE).is_file() for folder in _named(arguments, load_arg)
+        bool(folder) and (Path(str(folder)) / TRACKER_FILE).is_file() for folder in _named_paths(arguments, load_arg)
     )
 
 
@@ -129,7 +129,7 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
     Raises:
         ResumeRefusedError: some ranks see a tracker file that others do not see.
     """
-    for folder, *sightings in zip(_named(arguments, load_arg), *seen, strict=False):
+    for folder, *sightings in zip(_named_paths(arguments, load_arg), *seen, strict=False):
         blind = [rank for rank, sees in enumerate(sightings) if not sees]
         if 0 < len(blind) < len(sightings):
             raise ResumeRefusedError(
@@ -163,7 +163,7 @@ def check_all_have_the_same(settings: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _named(arguments: Any, load_arg: str) -> list[Any]:
+def _named_paths(arguments: Any, load_arg: str) -> list[Any]:
     return [getattr(arguments, name, None) for name in (load_arg, "pretrained_checkpoint")]
 
 

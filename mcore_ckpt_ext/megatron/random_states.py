@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.collectives import agree, is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import GRID_OF_EXPERTS_HAS_DATA_RANKS, STARTS_RANDOM_STATES_ANEW
@@ -85,10 +85,10 @@ def lacks_requested_states(session: LoadSession, tree: Any) -> bool:
     Raises:
         ResumeRefusedError: on every rank, if rank 0 cannot read the index for a reason that Megatron does not report.
     """
-    requested = set().union(*agreed(_PHASE, lambda: set(grids_in(tree))))
+    requested = set().union(*agree(_PHASE, lambda: set(grids_in(tree))))
     if not requested:
         return False
-    stored = agreed(_PHASE, lambda: _stored_grid(session) if is_first_rank() else None)[0]
+    stored = agree(_PHASE, lambda: _stored_grid(session) if is_first_rank() else None)[0]
     return stored is not None and requested != {stored}
 
 

@@ -104,17 +104,17 @@ class TorchIndex:
         if positional or keywords:
             return self._original(reader, *positional, **keywords)
         folder = str(reader.path)
-        shared = self._shared_of(Path(folder))
+        shared = self._shared_index_of(Path(folder))
         if shared is not None and self._reads_objects and type(reader) is self._reader_class:
             with suppress(CheckpointError):  # torch meets the error again and reports it
                 if folder not in self._objects:
                     self._objects[folder] = _object_metadata(shared.index)
                 return self._objects[folder]
         if folder not in self._known:
-            self._known[folder] = _unpickled(self._original, reader, shared)
+            self._known[folder] = _unpickle(self._original, reader, shared)
         return self._known[folder]
 
-    def _shared_of(self, folder: Path) -> SharedIndex | None:
+    def _shared_index_of(self, folder: Path) -> SharedIndex | None:
         return self._stored.shared if self._stored is not None and self._stored.is_of(folder) else None
 
 
@@ -167,7 +167,7 @@ def _object_metadata(index: DcpIndex) -> Metadata:
     return Metadata(entries, None, {MetadataIndex(key): _StorageInfo(*place) for key, place in index.objects.items()})
 
 
-def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: SharedIndex | None) -> Any:
+def _unpickle(read_metadata: Callable[[Any], Any], reader: Any, handed: SharedIndex | None) -> Any:
     """Return torch's metadata of the index; its bytes are not read again if the index is shared."""
     files = getattr(reader, "fs", None)
     if handed is not None and files is not None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.collectives import agree, is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.trees import items_of
@@ -64,7 +64,7 @@ def _stored_stacks(session: LoadSession, *, by_all: bool) -> LayerStacks | None:
                 return LayerStacks.from_shapes({key: array.shape for key, array in index.arrays.items()})
         return None
 
-    return agreed("looking at the checkpoint", read)[0] if by_all else read()
+    return agree("looking at the checkpoint", read)[0] if by_all else read()
 
 
 def _translate(tree: Any, stacks: LayerStacks) -> set[bool]:

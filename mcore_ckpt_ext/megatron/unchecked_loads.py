@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mcore_ckpt_ext.collectives import agreed_here
+from mcore_ckpt_ext.collectives import agree_here
 from mcore_ckpt_ext.errors import ResumeRefusedError, counted, join_some
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
@@ -47,7 +47,7 @@ class UncheckedLoads:
             return
         chunks = chunks_of(optimizer)
         evidence = MasterEvidence.from_all_ranks(
-            agreed_here("comparing masters with weights", lambda: MasterEvidence.of(chunks, optimizer), _FILLED)
+            agree_here("comparing masters with weights", lambda: MasterEvidence.of(chunks, optimizer), _FILLED)
         )
         if not evidence.is_contradictory:
             if evidence.differing:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed
+from mcore_ckpt_ext.collectives import agree
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.presentation import reasons_to_present, session_to_present
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import present
 from mcore_ckpt_ext.patching.overrides import Scope
 
 
@@ -36,11 +36,11 @@ def load_weights_alone(
         session = presentable
         return session.folder if reasons_to_present(session, arguments, megatron_version()) else None
 
-    folder = agreed("looking at the checkpoint", inspect_here)[0]
+    folder = agree("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock(), ""
     session = session.with_folder(folder)
-    with presented(scope, session, chunks):
+    with present(scope, session, chunks):
         result = stock()
     checkpoint = session.checkpoint
     form = "legacy" if checkpoint.format.reader.loading.by_rank else checkpoint.format.name

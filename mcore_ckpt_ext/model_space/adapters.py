@@ -53,7 +53,7 @@ def targets_of(linear: str) -> list[str]:
     return [before + dot + target for target in _TARGETS.get(last, (last,))]
 
 
-def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
+def rank_ordered_adapters(names: Iterable[str], gated: bool) -> list[str]:
     """Return adapter tensors whose stored row order depends on the tensor parallel size.
 
     Megatron-Bridge stores the rows of every adapter of a `linear_fc1` as those of a gate and an up projection. That is

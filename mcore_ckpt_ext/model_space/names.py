@@ -163,7 +163,7 @@ class ParameterName:
 
 def parse(name: str) -> ParameterName:
     """Parse a model-space name."""
-    return _parsed(name, (_EXPERT,), ())
+    return _parse(name, (_EXPERT,), ())
 
 
 def parse_own(name: str, spec: LayerSpec) -> ParameterName:
@@ -172,10 +172,10 @@ def parse_own(name: str, spec: LayerSpec) -> ParameterName:
     Layer and expert keep the rank's numbers, see `ParameterName.counted_from`.
     """
     renaming = (*_OWN_TO_KEY[spec].items(), _FILTERS)
-    name = unwrapped(name)
+    name = strip_wrappers(name)
     if match := _PREDICTION.match(name):
         name = f"{match[1]}.{PREDICTING_LAYER}.{with_prefix_replaced(match[2], renaming)}"
-    return _parsed(name, (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), renaming)
+    return _parse(name, (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), renaming)
 
 
 def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, version: tuple[int, int]) -> str:
@@ -193,7 +193,7 @@ def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, versio
     return renamed.own(grouped_experts)
 
 
-def _parsed(name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tuple[str, str]]) -> ParameterName:
+def _parse(name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tuple[str, str]]) -> ParameterName:
     block = None
     layer = None
     rest = name
@@ -218,7 +218,7 @@ def with_prefix_replaced(suffix: str, renaming: Iterable[tuple[str, str]]) -> st
     return suffix
 
 
-def unwrapped(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Remove the prefixes of wrappers around the model (DDP, Float16Module) from a name."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -232,7 +232,7 @@ def under_spec(name: str, spec: LayerSpec) -> str:
     return name
 
 
-def renamed_as_in(known: Container[str], name: str) -> str:
+def name_in(known: Container[str], name: str) -> str:
     """Return a name or sharded key as it occurs in `known`, which may have names of another layer spec.
 
     The two specs differ in the names of the norms of experts and of latent attention, and no layer has both.

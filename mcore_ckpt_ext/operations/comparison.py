@@ -76,7 +76,7 @@ def compare(
         >>> found.equal, [(kind.kind, kind.compared) for kind in found.kinds]
         (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
-    options = (options or ComparisonOptions()).changed(changes)
+    options = (options or ComparisonOptions()).with_changes(changes)
     with reraise_as_unreadable(f"{a} or {b}"):
         sides = _sides(a, b, options)
         compared = _comparison(sides, options, progress, team)

@@ -69,7 +69,7 @@ def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedChec
     check_folder_exists(path)
     iterations = iteration_folders(path)
     if tracker := read_tracker(path / TRACKER_FILE):
-        return _tracked(tracker, iterations)
+        return _tracked_checkpoint(tracker, iterations)
     path = inner_folder(path)
     stored = index if index is not None and index.is_of(path) else FolderIndex(path)
     folder_format = format_of(path, stored)
@@ -83,7 +83,7 @@ def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedChec
     return LocatedCheckpoint(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), message),))
 
 
-def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpoint:
+def _tracked_checkpoint(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpoint:
     where = str(tracker.path)
     named = tracker.iteration
     folder = tracker.folder

@@ -240,11 +240,11 @@ def check_parameters(
 
     reports = workers.map(check, content.names(), size)
     results.findings.extend(finding for report in reports for finding in report.findings)
-    results.checks.extend(_compared(content.checkpoint, reports))
+    results.checks.extend(_comparison_checks(content.checkpoint, reports))
     return [digest for report in reports for digest in report.digests]
 
 
-def _compared(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) -> Iterator[Check]:
+def _comparison_checks(checkpoint: CheckpointView, reports: Sequence[ParameterReport]) -> Iterator[Check]:
     """Yield what was compared of all parameters, and how many elements."""
     compared, wrong, joined = (
         sum(getattr(report, field) for report in reports) for field in ("compared", "wrong", "joined")

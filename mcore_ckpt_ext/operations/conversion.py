@@ -128,7 +128,7 @@ def convert(
         'fully_reshardable'
     """
     begun = time.monotonic()
-    conversion = _laid_out(as_path(source), target_of(target), (options or ConversionOptions()).changed(changes))
+    conversion = _lay_out(as_path(source), target_of(target), (options or ConversionOptions()).with_changes(changes))
     place = checked_destination(destination, conversion.inputs(), conversion.plan.folder)
     with reraise_as_unreadable(conversion.checkpoint.files.folder):
         lost, notes = conversion.check_source(team)
@@ -243,7 +243,7 @@ class _Conversion:
         return [*notes, *written]
 
 
-def _laid_out(source: Path, target: Target, options: ConversionOptions) -> _Conversion:
+def _lay_out(source: Path, target: Target, options: ConversionOptions) -> _Conversion:
     """Open the source, and lay out the files of the destination.
 
     Raises:

@@ -111,7 +111,7 @@ def check_arrays(buffers: Buffers) -> Iterator[Finding]:
         for bucket in dict.fromkeys(bucket for bucket, _ in arrays):
             if lacking := {kind for kind in of_group if (bucket, kind) not in arrays}:
                 where = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
-                yield error(COVERED, where, f"its {_listed(lacking)} is missing, which other buckets have")
+                yield error(COVERED, where, f"its {_list_kinds(lacking)} is missing, which other buckets have")
         for (bucket, kind), array in arrays.items():
             yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
 
@@ -163,14 +163,14 @@ def check_parameters_with_state(checkpoint: CheckpointView) -> Iterator[Finding]
     for name, kept in kinds_of.items():
         yield from _check_dtypes(checkpoint, name, kept)
         if weights and name not in weights:
-            yield error(COVERED, name, f"it has {_listed(kept)}, but no weight: the model has no such parameter")
+            yield error(COVERED, name, f"it has {_list_kinds(kept)}, but no weight: the model has no such parameter")
         lacking = sorted((more - kept for more in all_kept if kept < more), key=sorted)
         is_adams = kept <= _OF_ADAM and (EXP_AVG_SQ in kept or (EXP_AVG in kept and not has_lion))
         if not lacking and is_adams:
             lacking = [_MOMENTS - kept]
         if any(lacking) and not _needs_no_master(checkpoint, name, lacking[0]):
-            kinds = " or ".join(map(_listed, lacking))
-            yield error(COVERED, name, f"it has {_listed(kept)}, but no {kinds}")
+            kinds = " or ".join(map(_list_kinds, lacking))
+            yield error(COVERED, name, f"it has {_list_kinds(kept)}, but no {kinds}")
 
 
 def _check_dtypes(checkpoint: CheckpointView, name: str, kinds: Collection[str]) -> Iterator[Finding]:
@@ -190,7 +190,7 @@ def _needs_no_master(checkpoint: CheckpointView, name: str, lacking: Collection[
     return set(lacking) == {FP32_PARAM} and weight is not None and weight.dtype == "float32"
 
 
-def _listed(kinds: Collection[str]) -> str:
+def _list_kinds(kinds: Collection[str]) -> str:
     return " and ".join(sorted(kinds))
 
 

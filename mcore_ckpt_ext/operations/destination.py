@@ -53,7 +53,7 @@ class Destination:
             DestinationError: the folder is no checkpoint, or holds other files, too.
         """
         if path.is_symlink() or not path.is_dir():
-            raise self._refused("the destination is not a folder, so it is not replaced", "a file, or a link")
+            raise self._refusal("the destination is not a folder, so it is not replaced", "a file, or a link")
         if not any(path.iterdir()):
             return
         self._check_iterations(path)
@@ -61,20 +61,20 @@ class Destination:
         try:
             pattern = re.compile("|".join(_known(path)))
         except ContentError as error:
-            raise self._refused("the destination is not a checkpoint, so it is not replaced", str(error)) from error
+            raise self._refusal("the destination is not a checkpoint, so it is not replaced", str(error)) from error
         if pattern.pattern == "":
-            raise self._refused("the destination is not a checkpoint, so it is not replaced", _some(entries))
+            raise self._refusal("the destination is not a checkpoint, so it is not replaced", _some(entries))
         strange = [name for name, ordinary in entries.items() if not (ordinary and pattern.fullmatch(name))]
         if strange:
-            raise self._refused("the destination holds more than a checkpoint, which would be lost", _some(strange))
+            raise self._refusal("the destination holds more than a checkpoint, which would be lost", _some(strange))
 
     def _check_iterations(self, path: Path) -> None:
         folders = [entry.name for entry in path.iterdir() if iteration_number(entry) is not None]
         others = [name for name in folders if name != self.iteration]
         if others:
-            raise self._refused("the destination holds other iterations, which would be lost", _some(others))
+            raise self._refusal("the destination holds other iterations, which would be lost", _some(others))
 
-    def _refused(self, message: str, contents: str) -> DestinationError:
+    def _refusal(self, message: str, contents: str) -> DestinationError:
         return DestinationError(
             message,
             found=contents,

@@ -168,7 +168,9 @@ def choose_for(
         job = JobArguments.of(with_virtual_stages(arguments))
         table = table_of_arguments(job)
     else:
-        job = with_derived_arguments(checkpoint, checkpoint.job.arguments().replace(**_stated(checkpoint, arguments)))
+        job = with_derived_arguments(
+            checkpoint, checkpoint.job.arguments().replace(**_stated_arguments(checkpoint, arguments))
+        )
         table = table_of(checkpoint, job)
     if job.global_batch_size is None:
         raise UsageError(
@@ -182,10 +184,10 @@ def choose_for(
     result = choose(job, table, old, request, buffers, may_change_batch=may_change_batch)
     if result.chosen is None:
         raise _refusal(result, old, gpus, gpu_memory)
-    return _described(result.chosen, job, old, gpus)
+    return _describe(result.chosen, job, old, gpus)
 
 
-def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict[str, Any]:
+def _stated_arguments(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments that a job states, with what Megatron derives from them.
 
     Of a job whose sizes are not those of the checkpoint's job, the number of GPUs is unknown.
@@ -225,7 +227,7 @@ def with_virtual_stages(arguments: Mapping[str, object]) -> dict[str, Any]:
     return values
 
 
-def _described(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
+def _describe(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
     choice = candidate.choice
     layout = choice.layout
     keeps = layout.model_sizes() == old.model_sizes()

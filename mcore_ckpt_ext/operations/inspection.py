@@ -26,7 +26,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.inspection_result import BufferMap, Inspection, StoredFile, StoredTensor
 from mcore_ckpt_ext.operations.pipeline_map import stages_of
 from mcore_ckpt_ext.operations.versions import has_job, resumptions, writer_of
-from mcore_ckpt_ext.optimizers.description import described
+from mcore_ckpt_ext.optimizers.description import describe_optimizers
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
@@ -92,7 +92,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         layout_text=str(layout) if with_job else "",
         writer=writer,
         optimizer_format=optimizer.format(),
-        optimizer=described(
+        optimizer=describe_optimizers(
             [kind for kind, size in by_kind.items() if size and kind not in (WEIGHT, OTHER)],
             optimizer.param_groups(),
             arguments,
@@ -141,7 +141,7 @@ def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[s
     for part in checkpoint.files.stored_parts():
         file = files.get(part.file)
         if file is None:
-            file = files[part.file] = _explained(checkpoint, part.file, grid, on_disk.get(part.file))
+            file = files[part.file] = _explain(checkpoint, part.file, grid, on_disk.get(part.file))
         file.records += 1
         file.bytes_by_kind[part.kind] = file.bytes_by_kind.get(part.kind, 0) + part.nbytes
         if not file.tensors or file.tensors[-1] != part.tensor:
@@ -151,7 +151,7 @@ def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[s
     return sorted(files.values(), key=lambda file: (file.rank is None, file.rank or 0, file.writer or 0, file.file))
 
 
-def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None, size: int | None) -> StoredFile:
+def _explain(checkpoint: CheckpointView, name: str, grid: RankGrid | None, size: int | None) -> StoredFile:
     """Return a file with its place in the layout; `grid`: places of the ranks that wrote files, if known."""
     if size is None:  # missing, or not below the folder
         with suppress(OSError):

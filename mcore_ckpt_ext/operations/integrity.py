@@ -183,7 +183,7 @@ def _check_bare_arrays(
             advance(array.length)
         return None
 
-    return _shared(workers, check, arrays, lambda array: array.length)
+    return _check_shares(workers, check, arrays, lambda array: array.length)
 
 
 def _check_integrity_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Finding]:
@@ -221,7 +221,7 @@ def _check_integrity_manifest(folder: Path, workers: Workers, advance: Advance) 
             return (folder / Path(entry[0]).name).stat().st_size
         return 0
 
-    return _shared(workers, check, list(files.items()), size)
+    return _check_shares(workers, check, list(files.items()), size)
 
 
 def _integrity_manifest_bytes(folder: Path) -> int:
@@ -246,7 +246,7 @@ def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: Non
     return digest.hexdigest()
 
 
-def _shared(
+def _check_shares(
     workers: Workers, check: Callable[[Item], Finding | None], items: Sequence[Item], size: Callable[[Item], int]
 ) -> list[Finding]:
     return [finding for finding in workers.map(check, items, size) if finding is not None]

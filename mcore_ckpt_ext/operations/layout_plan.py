@@ -172,7 +172,7 @@ def plan(path: Location, gpus: int, options: PlanOptions | None = None, **change
         >>> found.layouts[0].flags.split(" --")[0]
         '--tensor-model-parallel-size 2'
     """
-    options = (options or PlanOptions()).changed(changes)
+    options = (options or PlanOptions()).with_changes(changes)
     check_gpus(gpus, options.gpus_per_node)
     with reraise_as_unreadable(path):
         return _Planning(open_checkpoint(path, facts=options.facts), gpus, options).plan()
@@ -221,8 +221,8 @@ class _Planning:
             megatron_version=str(self._version),
             megatron_version_source=self._version_source,
             parameters=_parameters(self._checkpoint),
-            layouts=tuple(self._planned(*row) for row in chosen),
-            fewer=tuple(map(self._planned, fewer)),
+            layouts=tuple(self._planned_layout(*row) for row in chosen),
+            fewer=tuple(map(self._planned_layout, fewer)),
             accepted=len(result.found),
             least_memory=least.memory.total if least else None,
             least_layout=str(least.choice.layout) if least else None,
@@ -252,7 +252,7 @@ class _Planning:
         source = f"at least: {self._old} needs it, and its job ran"
         return replace(request, memory=before[0].memory.total, is_least=True), source
 
-    def _planned(self, candidate: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
+    def _planned_layout(self, candidate: FoundLayout, virtual_stages: Sequence[int] = ()) -> PlannedLayout:
         job = self._job
         choice = candidate.choice
         layout = choice.layout

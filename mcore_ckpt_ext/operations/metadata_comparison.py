@@ -53,7 +53,7 @@ def compare_metadata(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataC
         if "none" not in settings and settings[0] != settings[1]:
             yield MetadataComparison(key, *settings)
     for label, key in (("scheduled samples", "num_steps"), ("consumed samples", "consumed_train_samples")):
-        counts = _counted(a, key), _counted(b, key)
+        counts = _count_samples(a, key), _count_samples(b, key)
         if "none" not in counts and counts[0] != counts[1]:
             yield MetadataComparison(label, *counts)
     read = [data_description(checkpoint.job.arguments()) for checkpoint in (a, b)]
@@ -62,7 +62,7 @@ def compare_metadata(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataC
             yield MetadataComparison(f"data: {label}", read[0][label], read[1][label])
     yield from _models(a, b)
     for label, describe, empty in (
-        ("adapters multiplied by", _multiplied, "none"),
+        ("adapters multiplied by", _adapter_scaling, "none"),
         ("fp8 scales, histories", _scaling, "none"),
     ):
         values = describe(a), describe(b)
@@ -94,14 +94,14 @@ def _settings(checkpoint: CheckpointView, key: str) -> str:
     )
 
 
-def _counted(checkpoint: CheckpointView, key: str) -> str:
+def _count_samples(checkpoint: CheckpointView, key: str) -> str:
     """Return the number of samples that the scheduler or the job has counted."""
     scheduler = scheduler_in(checkpoint.job.common())
     samples = scheduler.get(key) if isinstance(scheduler, dict) else None
     return format_value(checkpoint.job.args.get(key, "none") if samples is None else samples)
 
 
-def _multiplied(checkpoint: CheckpointView) -> str:
+def _adapter_scaling(checkpoint: CheckpointView) -> str:
     """Return the scaling of adapters, which no tensor contains; empty without adapters."""
     if not any(map(is_adapter, checkpoint.names(WEIGHT))):
         return ""

@@ -19,7 +19,7 @@ Location: TypeAlias = str | os.PathLike[str]
 class Options:
     """The options of an operation, as a dataclass."""
 
-    def changed(self, changes: Mapping[str, object]) -> Self:
+    def with_changes(self, changes: Mapping[str, object]) -> Self:
         """Return these options with changes by name.
 
         Raises:

@@ -24,7 +24,7 @@ def source_notes(checkpoint: CheckpointView, folders: Iterable[Path], *, with_op
     return [
         *_left_by_offload(checkpoint),
         *(_left_to_loader(checkpoint.job.arguments()) if with_optimizer else []),
-        *(note for folder in folders for note in _edited(folder)),
+        *(note for folder in folders for note in _edit_notes(folder)),
     ]
 
 
@@ -54,7 +54,7 @@ def _left_to_loader(job: JobArguments) -> list[str]:
     ]
 
 
-def _edited(folder: Path) -> list[str]:
+def _edit_notes(folder: Path) -> list[str]:
     """Return a note for each small file of a source edited or damaged since this package wrote it."""
     comparison = compare_digests(folder)
     changed = comparison.changed if comparison else ()

@@ -64,7 +64,7 @@ def open_source(
     if merge is not None or target.is_model_folder:
         checkpoint = with_bridge_names(checkpoint)
     if merge is not None:
-        return _merged(checkpoint, target, family, merge)
+        return _merge_adapters(checkpoint, target, family, merge)
     from_hugging_face = checkpoint.format.reader.is_model_folder
     if not target.places_mtp:
         checkpoint = checkpoint.format.for_legacy_files(checkpoint)
@@ -134,7 +134,7 @@ def require_weights(checkpoint: CheckpointView) -> None:
         )
 
 
-def _merged(
+def _merge_adapters(
     checkpoint: CheckpointView, target: Target, family: Family | None, path: str | os.PathLike[str]
 ) -> CheckpointView:
     """Return a model with the adapters of a checkpoint merged into it.

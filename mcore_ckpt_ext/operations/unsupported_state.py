@@ -42,7 +42,7 @@ def resolve_dropped_state(
     merged_from = checkpoint.composition.merged_from
     if drop and (merged_from or target.is_model_folder):
         output = "merged model" if merged_from else "Hugging Face folder"
-        raise UsageError(f"--drop has no effect: a {output} has no optimizer", found=_spelled(drop))
+        raise UsageError(f"--drop has no effect: a {output} has no optimizer", found=_spell_option(drop))
     if merged_from:
         return checkpoint, together(
             account_of(source, leaves_out=is_of_optimizer, why=_MERGED) for source in merged_from
@@ -86,7 +86,7 @@ def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], dro
     if unknown:
         raise UsageError(
             "--drop accepts only state that cannot be converted",
-            found=_spelled(unknown),
+            found=_spell_option(unknown),
             expected=", ".join(there) or "nothing",
             where=str(checkpoint.files.folder),
             hint=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
@@ -124,5 +124,5 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     )
 
 
-def _spelled(drop: Iterable[str]) -> str:
+def _spell_option(drop: Iterable[str]) -> str:
     return f"--drop {' '.join(drop)}"

@@ -100,7 +100,7 @@ def verify(
         >>> [check.extent for check in found.checks if check.name == "masters"]
         ['53,536 masters equal to their weights']
     """
-    options = (options or VerificationOptions()).changed(changes)
+    options = (options or VerificationOptions()).with_changes(changes)
     options.check()
     against = None if options.against is None else as_path(options.against)
     manifest = None if against is None else read_manifest(against)

@@ -13,7 +13,7 @@ MOMENTUM = "momentum_buffer"
 _KNOWN = (FP32_PARAM, PARAM_REMAINDER, EXP_AVG, EXP_AVG_SQ, MOMENTUM)
 
 
-def described(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], arguments: JobArguments) -> str:
+def describe_optimizers(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], arguments: JobArguments) -> str:
     """Describe the optimizers with state of these kinds, and how they store it.
 
     Returns:

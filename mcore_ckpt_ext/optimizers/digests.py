@@ -67,7 +67,7 @@ def are_of_another_save(
         for placed in (_smallest(group, packing) for packing in packings if fit_problem(packing, group) is None):
             for item in placed:
                 digest = of_group.get(item[2].name, {}).get(PARAM_REMAINDER)
-                actual = None if digest is None else _stored(buffers, item, PARAM_REMAINDER)
+                actual = None if digest is None else _stored_digest(buffers, item, PARAM_REMAINDER)
                 zeros = torch.zeros(numel_of(item[2].regions), dtype=torch.int16)
                 if actual is None or actual == format_digest(digest_tensor(zeros)):
                     continue
@@ -117,13 +117,13 @@ def _problems(buffers: Buffers, placed: PlacedParameter, kinds: Collection[str] 
     for kind in of_kinds if kinds is None else kinds:
         if kind not in of_kinds:
             yield f"{kind} of {placement.name} in {group}: no digest of it was recorded"
-        elif (actual := _stored(buffers, placed, kind)) != of_kinds[kind]:
+        elif (actual := _stored_digest(buffers, placed, kind)) != of_kinds[kind]:
             yield (
                 f"{kind} of {placement.name} at {placement.start} of {key}, {group}: digest {actual}, {of_kinds[kind]}"
             )
 
 
-def _stored(buffers: Buffers, placed: PlacedParameter, kind: str) -> str | None:
+def _stored_digest(buffers: Buffers, placed: PlacedParameter, kind: str) -> str | None:
     group, key, placement = placed
     array = buffers.arrays[group.child, group.index].get((key, kind))
     if array is None:

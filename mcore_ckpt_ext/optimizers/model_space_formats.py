@@ -32,7 +32,7 @@ from mcore_ckpt_ext.optimizers.natural_shapes import natural_shapes
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import repaired, shifted_names
+from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import repair, shifted_names
 from mcore_ckpt_ext.transfer import read_slice
 
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -118,7 +118,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
                 hint="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
             )
         return numbers_of_remainders(state)
-    return repaired(state, models(), holder.orders(), holder.weights(), holder.transfer)
+    return repair(state, models(), holder.orders(), holder.weights(), holder.transfer)
 
 
 def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:

@@ -80,7 +80,7 @@ class NoState(OptimizerState):
         return []
 
 
-def joined(states: Sequence[OptimizerState]) -> OptimizerState:
+def join_states(states: Sequence[OptimizerState]) -> OptimizerState:
     """Join the states of several optimizers with disjoint parameters."""
     if len(states) == 1:
         return states[0]

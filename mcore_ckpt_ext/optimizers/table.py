@@ -11,7 +11,7 @@ from mcore_ckpt_ext.optimizers import bucket_formats, dp_zero, legacy_masters, m
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.state_view import joined
+from mcore_ckpt_ext.optimizers.state_view import join_states
 from mcore_ckpt_ext.optimizers.unsupported import check_provable
 
 # Gradient buffers come last: they contain the parameters that no other encoding names.
@@ -94,7 +94,7 @@ def opens_by_metadata(name: str) -> bool:
     return not any(encoding.opening_reads_elements for encoding in encodings_named(name))
 
 
-def recognized(keys: StoredKeys) -> list[tuple[Encoding, StoredKeys]]:
+def recognize(keys: StoredKeys) -> list[tuple[Encoding, StoredKeys]]:
     """Return the encodings in a checkpoint, each with its keys."""
     claims = [(encoding, encoding.claims(keys)) for encoding in ENCODINGS]
     return [(encoding, keys.only(claimed)) for encoding, claimed in claims if claimed]
@@ -106,7 +106,7 @@ def format_name(keys: StoredKeys) -> str | None:
     Returns:
         None without state.
     """
-    names = [encoding.name for encoding, _ in recognized(keys)]
+    names = [encoding.name for encoding, _ in recognize(keys)]
     return _JOINT.join(names) or (keys.label if any(True for _ in keys) else None)
 
 
@@ -120,7 +120,7 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
     Raises:
         UnsupportedCheckpointError: there is no state, or its format is not supported.
     """
-    encodings = recognized(keys)
+    encodings = recognize(keys)
     if not encodings:
         raise UnsupportedCheckpointError(
             "this version does not support the format of the optimizer state",
@@ -140,4 +140,4 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
         states.append(with_masters(encoding.read(holder, claimed_keys, others), holder.weights()))
         if encoding.shows_names:
             named |= set(states[-1].names())
-    return joined(states)
+    return join_states(states)

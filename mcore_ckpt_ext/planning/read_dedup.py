@@ -112,16 +112,16 @@ def _shared_intervals(file: str, wants: Sequence[Spans], rank: int) -> Iterator[
     edges = numpy.unique(numpy.concatenate([spans.ravel() for _, spans in groups]))
     # Interval number i is the one between edges i and i + 1.
     ranks_of: list[list[int]] = [[] for _ in edges]
-    own_intervals = set(_covered(edges, wants[rank][file]))
+    own_intervals = set(_covered_intervals(edges, wants[rank][file]))
     for ranks, spans_of_ranks in groups:
-        for interval in own_intervals.intersection(_covered(edges, spans_of_ranks)):
+        for interval in own_intervals.intersection(_covered_intervals(edges, spans_of_ranks)):
             ranks_of[interval] += ranks
     for interval in sorted(own_intervals):
         if len(ranks_of[interval]) > 1:
             yield int(edges[interval]), int(edges[interval + 1]), tuple(sorted(ranks_of[interval]))
 
 
-def _covered(edges: Integers, spans: Integers) -> Iterator[int]:
+def _covered_intervals(edges: Integers, spans: Integers) -> Iterator[int]:
     """Yield the numbers of the intervals between adjacent edges that a span covers."""
     first = numpy.searchsorted(edges, spans[:, 0])
     last = numpy.searchsorted(edges, spans[:, 1])

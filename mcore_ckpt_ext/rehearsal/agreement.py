@@ -93,7 +93,7 @@ def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbati
     """Do what each rank of the job does on its own.
 
     Args:
-        phase: the same as in `agreed`.
+        phase: the same as in `agree`.
         ranks: number of ranks of the job.
         work: the action of the rank with the given number.
         is_verbatim: whether it is known which rank would have which error.

@@ -65,7 +65,7 @@ class DataParallelRanks:
     def _cut(self, place: ModelRank, number: int, parts: Sequence[SimulatedShard]) -> Iterator[SimulatedShard]:
         by_name = {part.name: part for part in parts}
         ranks = buffer_ranks(self._job.models, place)
-        for buffer in self._packed(place):
+        for buffer in self._packed_buffers(place):
             for bucket in buffer.buckets:
                 size = (bucket.stop - bucket.start) // ranks
                 first = number % ranks * size
@@ -76,7 +76,7 @@ class DataParallelRanks:
                     if part is not None and low < high:
                         yield part.part(low - start, high - start)
 
-    def _packed(self, place: ModelRank) -> list[PackedBuffer]:
+    def _packed_buffers(self, place: ModelRank) -> list[PackedBuffer]:
         if place not in self._buffers:
             order = self._order
             models = self._job.trained_models

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
-from mcore_ckpt_ext.layout.local_parameters import gated_in_towers, shard_grid
+from mcore_ckpt_ext.layout.local_parameters import shard_grid, tower_gates
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import known_orders, registration_order
 from mcore_ckpt_ext.megatron.live.job import RankSummary
@@ -74,7 +74,7 @@ class SimulatedJob:
         self._checkpoint = checkpoint
         self._version = (version.major, version.minor)
         tensors = {name: self._live_tensor(name) for name in checkpoint.names(WEIGHT)}
-        gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
+        gated = tower_gates({name: tensor.shape for name, tensor in tensors.items()})
         weights = {}
         for name, tensor in tensors.items():
             ranks = self.layout.expert_tensor if is_of_experts(name) else self.layout.tensor
@@ -103,9 +103,9 @@ class SimulatedJob:
     @cached_property
     def view(self) -> RankSummary:
         """A summary of the model on all ranks, except trained parameters."""
-        return RankSummary(list(self._tensors), [], self._registered(), frozenset({_KIND}))
+        return RankSummary(list(self._tensors), [], self._registration_order(), frozenset({_KIND}))
 
-    def _registered(self) -> list[list[str]]:
+    def _registration_order(self) -> list[list[str]]:
         """Return the parameters of every chunk in the registration order of the layer spec in the arguments.
 
         Returns:
@@ -151,11 +151,11 @@ class SimulatedJob:
         A second name of a tied tensor denotes the same tensor.
         """
         parts = self._parts(pipeline).items()
-        weights = [(self._wanted(regions), sum(map(self.copies, places))) for (_, regions), places in parts]
+        weights = [(self._target(regions), sum(map(self.copies, places))) for (_, regions), places in parts]
         ranks = self.layout.world // self.layout.pipeline
         others = [name for name in self._tensors if name not in self.models.weights]
         here = [name for name in others if (self.models.chunk_of(name) or (0,))[0] == pipeline]
-        return weights + [(self._wanted((Region.whole(name, self._tensors[name].shape),)), ranks) for name in here]
+        return weights + [(self._target((Region.whole(name, self._tensors[name].shape),)), ranks) for name in here]
 
     def copies(self, place: ModelRank) -> int:
         """Return the number of data-parallel ranks of a place."""
@@ -194,12 +194,12 @@ class SimulatedJob:
             tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
         return tensor
 
-    def _wanted(self, regions: tuple[Region, ...]) -> TargetSlice:
+    def _target(self, regions: tuple[Region, ...]) -> TargetSlice:
         tensors = {region.name: self._tensors[region.name] for region in regions}
         return TargetSlice(WEIGHT, Slice.whole(regions), tensors, may_pad=is_in_vocabulary(regions[0].name))
 
     def _shard(self, name: str, regions: tuple[Region, ...]) -> SimulatedShard:
-        target = self._wanted(regions)
+        target = self._target(regions)
         parameter = _parameter_of(self._tensors[name].dtype)
         live = LiveParameter(parameter, regions, target.tensors, target.may_pad)
         return SimulatedShard(live, target.slice, self._kinds(name), self._checkpoint)

@@ -68,7 +68,7 @@ def rehearse(
         TypeError: there is no option of that name.
         CheckpointError: the checkpoint cannot be read, or a rehearsal does not support the job.
     """
-    options = (options or RehearsalOptions()).changed(changes)
+    options = (options or RehearsalOptions()).with_changes(changes)
     if not options.any_change:
         check_changes(options.changes)
     check_gpus(gpus)
@@ -98,20 +98,20 @@ class _Rehearsing:
     def result(self) -> Rehearsal:
         """Return the outcome: success, or the refusal."""
         try:
-            return self._rehearsed()
+            return self._rehearse()
         except RefusedError as refused:
             # Stock Megatron, and the master check after its load, have messages of their own.
             is_verbatim = refused.is_verbatim and self._plans
             return replace(self._plain, refusal=str(refused.error), is_verbatim=is_verbatim)
 
-    def _rehearsed(self) -> Rehearsal:
+    def _rehearse(self) -> Rehearsal:
         load = self._found()
         options = self._plain.options
         gpus = self._plain.gpus
         communicator = SimulatedCommunicator(gpus, beyond_rehearsal=(UnsupportedCheckpointError, UsageError))
         # The first rank reads the index for all: errors of the index are its own.
         opening = replace(communicator, beyond_rehearsal=(), is_verbatim=False)
-        checkpoint = opening.agree(lambda: _opened(load.session), "looking at the checkpoint")[0]
+        checkpoint = opening.agree(lambda: _open(load.session), "looking at the checkpoint")[0]
         version, source = release_of(checkpoint, options.megatron_version)
         self._version = version
         self._plain = replace(self._plain, megatron_version=str(version), megatron_version_source=source)
@@ -142,7 +142,7 @@ class _Rehearsing:
         ranks.perform((COMPLETENESS, *CHECKING, *DECIDING), load)
         self._note_loader(ranks, checkpoint)
         ranks.perform(RESUMING, load)
-        return self._succeeded(load, ranks, written)
+        return self._success(load, ranks, written)
 
     def _found(self) -> MegatronResume:
         """Look for the checkpoint as the first rank of a job does.
@@ -191,7 +191,7 @@ class _Rehearsing:
         self._plain = replace(self._plain, loaded_by=STOCK if is_stock else PACKAGE, why=why)
         self._plans = not decision.is_stock
 
-    def _succeeded(self, load: MegatronResume, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:
+    def _success(self, load: MegatronResume, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:
         checkpoint = load.checkpoint
         figures = ranks.shares.figures
         return replace(
@@ -232,7 +232,7 @@ class _Rehearsing:
             yield f"parameters without optimizer state are frozen in the job, too: {join_some(simulated.frozen, 3)}"
 
 
-def _opened(session: LoadSession) -> CheckpointView:
+def _open(session: LoadSession) -> CheckpointView:
     checkpoint = session.checkpoint
     _ = checkpoint.job.common(), checkpoint.job.arguments(), checkpoint.job.layout, checkpoint.job.iteration()
     return checkpoint

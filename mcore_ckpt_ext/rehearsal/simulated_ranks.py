@@ -172,7 +172,7 @@ class SimulatedRanks:
 
     def read_model(self, resume: Resume) -> RankSummary:
         """Return the summary of the model, which is the checkpoint's own."""
-        return self._simulated(resume.session.checkpoint).view
+        return self._simulated_job(resume.session.checkpoint).view
 
     def rename(self, resume: Resume) -> None:
         """Do nothing: the model has the names of the checkpoint."""
@@ -195,7 +195,7 @@ class SimulatedRanks:
         Raises:
             RefusedError: some rank would refuse.
         """
-        self.job = job = self._simulated(resume.checkpoint)
+        self.job = job = self._simulated_job(resume.checkpoint)
         # What a rank lacks entirely was not frozen there, as parameters without state are taken to be.
         check = partial(check_stored_groups, resume.checkpoint)
         SimulatedCommunicator(self._size, is_verbatim=False).agree(check, self._phase)
@@ -234,7 +234,7 @@ class SimulatedRanks:
     def _version_pair(self) -> tuple[int, int]:
         return self._version.major, self._version.minor
 
-    def _simulated(self, checkpoint: CheckpointView) -> SimulatedJob:
+    def _simulated_job(self, checkpoint: CheckpointView) -> SimulatedJob:
         try:
             return SimulatedJob(checkpoint, self._running, self._version)
         except UnsupportedCheckpointError as error:

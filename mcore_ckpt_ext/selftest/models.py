@@ -51,7 +51,7 @@ def arguments(machine: Machine, model: str, layout: ParallelLayout) -> tuple[str
     The padded vocabulary is the same under each.
     """
     sizes = MODELS[model]
-    words = [word for name, value in _named(machine, sizes, layout).items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in _size_flags(machine, sizes, layout).items() for word in (f"--{name}", str(value))]
     # Kernels compiled by torch take longer than the self-test; Apex, which has others, may not be installed.
     words += ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion"]
     words += ["--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"]
@@ -72,7 +72,7 @@ def arguments(machine: Machine, model: str, layout: ParallelLayout) -> tuple[str
     return tuple(words)
 
 
-def _named(machine: Machine, sizes: Model, layout: ParallelLayout) -> Mapping[str, object]:
+def _size_flags(machine: Machine, sizes: Model, layout: ParallelLayout) -> Mapping[str, object]:
     return {
         "num-layers": sizes.layers or machine.layers,
         "hidden-size": sizes.hidden,

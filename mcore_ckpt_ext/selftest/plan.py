@@ -40,7 +40,7 @@ def layouts(ranks: int, layers: int) -> list[ParallelLayout]:
     ]
 
 
-def _interleaved(machine: Machine) -> ParallelLayout | None:
+def _interleaved_layout(machine: Machine) -> ParallelLayout | None:
     """Return the layout with virtual stages; None without two ranks and four layers."""
     return layout_of(machine.ranks, pipeline=2, virtual=2) if machine.ranks % 2 == 0 and machine.layers >= 4 else None
 
@@ -56,7 +56,7 @@ def _dense(machine: Machine) -> Iterator[Job]:
     possible = layouts(machine.ranks, machine.layers)
     source = _source(possible)
     others = [layout for layout in possible if layout != source][:_MOST_LAYOUTS]
-    if interleaved := _interleaved(machine):
+    if interleaved := _interleaved_layout(machine):
         others.append(interleaved)
     save = _saving(machine, "gpt", source, ("--async-save",), check="save, asynchronously")
     yield save
@@ -77,7 +77,7 @@ def _dense(machine: Machine) -> Iterator[Job]:
     )
 
 
-def saved_by_eight_ranks(machine: Machine) -> Job:
+def job_of_eight_ranks(machine: Machine) -> Job:
     """Return the job that saved the checkpoint of this package."""
     layout = layout_of(8, 2, 2)
     job = _saving(_drop_engine(machine), "tiny gpt", layout, (), check="save")
@@ -90,7 +90,7 @@ def _drop_engine(machine: Machine) -> Machine:
 
 
 def _jobs_of_eight_ranks(machine: Machine) -> Iterator[Job]:
-    save = saved_by_eight_ranks(machine)
+    save = job_of_eight_ranks(machine)
     layout = layout_of(machine.ranks)
     samples = MODELS[save.model].samples
     skipped = (

@@ -119,7 +119,7 @@ def number_of_elements(state: State) -> int:
     )
 
 
-def merged(state: State) -> State:
+def assemble(state: State) -> State:
     """Assemble the pieces of each tensor.
 
     Raises:

@@ -34,7 +34,7 @@ def open_file(folder: Path, name: str) -> int:
     path = os.path.join(folder, name)  # noqa: PTH118  a `Path` takes longer than opening, and a job checks thousands
     with translate_os_errors(path):
         is_in_folder = os.sep not in name and stat.S_ISREG(os.lstat(path).st_mode)  # as most: no link to follow
-        real = path if is_in_folder else _resolved(folder, path)
+        real = path if is_in_folder else _resolve(folder, path)
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             _check_regular(os.fstat(descriptor), path)
@@ -60,7 +60,7 @@ def readable_sizes(folder: Path) -> dict[str, int]:
     return sizes
 
 
-def _resolved(folder: Path, path: str) -> str:
+def _resolve(folder: Path, path: str) -> str:
     """Return the regular file to which a path leads, through links within the folder."""
     real = Path(os.path.realpath(path))
     if not any(real.is_relative_to(root) for root in _roots(folder)):

@@ -132,7 +132,7 @@ class FolderIndex:
         """The digest of the index; None if it cannot be read."""
         return read_index_digest(self.folder) if self.shared is None else self.shared.digest
 
-    def unshared(self) -> FolderIndex:
+    def unshare(self) -> FolderIndex:
         """Return this index for this rank alone: what is parsed stays, the bytes for other ranks go."""
         alone = FolderIndex(self.folder)
         alone.is_checked = self.is_checked

@@ -124,10 +124,10 @@ class BlockFile:
             if not self._is_tried:
                 self._is_tried = True
                 _reserve(self.descriptor)
-                self._direct = self._opened()
+                self._direct = self._open()
             return self._direct
 
-    def _opened(self) -> int | None:
+    def _open(self) -> int | None:
         if not hasattr(os, "O_DIRECT"):
             return None
         try:

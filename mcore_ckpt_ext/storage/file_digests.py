@@ -99,8 +99,8 @@ def compare_digests(folder: Path) -> DigestResult | None:
     reader = folder_reader(folder)
     if stale := _why_stale(folder, stored["bytes"]):
         return DigestResult(0, (), stale)
-    changed = [*_changed(folder, stored["sha256"], lambda name: _sha256(read_file(folder, name)))]
-    changed += _changed(folder, stored["arrays"], lambda name: _sha256_of_arrays(read_header(reader, name)))
+    changed = [*_changed_files(folder, stored["sha256"], lambda name: _sha256(read_file(folder, name)))]
+    changed += _changed_files(folder, stored["arrays"], lambda name: _sha256_of_arrays(read_header(reader, name)))
     return DigestResult(len(stored["sha256"]) + len(stored["arrays"]), tuple(changed))
 
 
@@ -138,7 +138,7 @@ def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
     return f"{min(others)} is not one of its files" if others else ""
 
 
-def _changed(folder: Path, stored: Mapping[str, str], digest: Callable[[str], str]) -> Iterator[ChangedFile]:
+def _changed_files(folder: Path, stored: Mapping[str, str], digest: Callable[[str], str]) -> Iterator[ChangedFile]:
     for name, expected in stored.items():
         checked_name(name, folder)
         try:

@@ -69,16 +69,16 @@ def decode(tree: Any) -> Any:
         UnreadableCheckpointError: the tree was not written by `encode`.
     """
     try:
-        return _decoded(tree)
+        return _decode(tree)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise UnreadableCheckpointError(
             "a JSON description is damaged", found=shorten(f"{type(error).__name__}: {error}")
         ) from error
 
 
-def _decoded(tree: Any) -> Any:
+def _decode(tree: Any) -> Any:
     if isinstance(tree, list):
-        return [_decoded(item) for item in tree]
+        return [_decode(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) == 1:
@@ -87,20 +87,20 @@ def _decoded(tree: Any) -> Any:
             return _CODECS[tag][2](content)
         if tag in _OTHERS:
             return _OTHERS[tag](content)
-    return {key: _decoded(value) for key, value in tree.items()}
+    return {key: _decode(value) for key, value in tree.items()}
 
 
 def _pairs(items: Any) -> list[list[Any]]:
     return [[encode(key), encode(value)] for key, value in items]
 
 
-def _unpaired(content: Any) -> list[tuple[Any, Any]]:
+def _decode_pairs(content: Any) -> list[tuple[Any, Any]]:
     keys = _keys([key for key, _ in content])
-    return list(zip(keys, (_decoded(value) for _, value in content), strict=True))
+    return list(zip(keys, (_decode(value) for _, value in content), strict=True))
 
 
 def _keys(content: Any) -> list[Any]:
-    keys: list[Any] = _decoded(content)
+    keys: list[Any] = _decode(content)
     check_keys(keys)
     return keys
 
@@ -150,36 +150,36 @@ def _class(names: Any) -> type[Placeholder]:
 
 def _unplaceholder(content: Any) -> Placeholder | bytes:
     if content["class"] == ["_codecs", "encode"]:
-        return encode_latin1(*_decoded(content["arguments"]))  # as in the first folders of this format
-    built = Placeholder.__new__(_class(content["class"]), *_decoded(content["arguments"]))
+        return encode_latin1(*_decode(content["arguments"]))  # as in the first folders of this format
+    built = Placeholder.__new__(_class(content["class"]), *_decode(content["arguments"]))
     origin = origin_of(built)
     origin.called = bool(content["called"])
     origin.member = content["member"]
     for state in content["state"]:
-        built.__setstate__(_decoded(state))
-    origin.items.extend(_decoded(content["items"]))
-    origin.entries.extend(_unpaired(content["entries"]))
+        built.__setstate__(_decode(state))
+    origin.items.extend(_decode(content["items"]))
+    origin.entries.extend(_decode_pairs(content["entries"]))
     return built
 
 
 # For each tag: its exact type, and the functions that encode and decode its content.
 _CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "$tuple": (tuple, lambda items: [encode(i) for i in items], lambda items: tuple(_decoded(i) for i in items)),
-    "$dict": (dict, lambda tree: _pairs(tree.items()), lambda pairs: dict(_unpaired(pairs))),
+    "$tuple": (tuple, lambda items: [encode(i) for i in items], lambda items: tuple(_decode(i) for i in items)),
+    "$dict": (dict, lambda tree: _pairs(tree.items()), lambda pairs: dict(_decode_pairs(pairs))),
     "$ordered": (
         collections.OrderedDict,
         lambda tree: _pairs(tree.items()),
-        lambda pairs: collections.OrderedDict(_unpaired(pairs)),
+        lambda pairs: collections.OrderedDict(_decode_pairs(pairs)),
     ),
     "$default": (
         collections.defaultdict,
         lambda tree: [encode(tree.default_factory), _pairs(tree.items())],
-        lambda content: collections.defaultdict(_decoded(content[0]), _unpaired(content[1])),
+        lambda content: collections.defaultdict(_decode(content[0]), _decode_pairs(content[1])),
     ),
     "$deque": (
         collections.deque,
         lambda items: [items.maxlen, [encode(i) for i in items]],
-        lambda content: collections.deque(_decoded(content[1]), content[0]),
+        lambda content: collections.deque(_decode(content[1]), content[0]),
     ),
     "$set": (set, lambda items: [encode(i) for i in sorted(items, key=repr)], lambda items: set(_keys(items))),
     "$frozenset": (
@@ -198,7 +198,7 @@ _CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
     "$namespace": (
         argparse.Namespace,
         lambda space: {name: encode(value) for name, value in vars(space).items()},
-        lambda content: argparse.Namespace(**{name: _decoded(value) for name, value in content.items()}),
+        lambda content: argparse.Namespace(**{name: _decode(value) for name, value in content.items()}),
     ),
     "$dtype": (Dtype, name_of, _dtype),
 }

@@ -71,7 +71,7 @@ def read_manifest(path: Path) -> Manifest:
         if path.stat().st_size > _LIMIT:
             raise ValueError(f"more than {_LIMIT:,} bytes")
         # Linux file names are bytes, which need not be UTF-8.
-        return _parsed(path.read_text(encoding="utf-8", errors="surrogateescape"))
+        return _parse(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError as error:
         raise UnreadableCheckpointError(
             "the manifest cannot be read", found=error.strerror, where=str(path), hint=_EXPECTED
@@ -91,7 +91,7 @@ def is_manifest(path: Path) -> bool:
         return stream.read(len(_HEAD)) == _HEAD.encode()
 
 
-def _parsed(text: str) -> Manifest:
+def _parse(text: str) -> Manifest:
     lines = text.removesuffix("\n").split("\n")
     is_ours = lines[0] == _HEAD
     tensors = [_tensor(line) for line in lines if is_ours and line.startswith(_TENSOR)]

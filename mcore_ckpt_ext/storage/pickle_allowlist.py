@@ -113,7 +113,7 @@ def first_unwritable(tree: Any, unread_tensors: bool = False) -> str | None:
         seen[id(node)] = node
         children = _parts(node)
         if children is None:
-            return _described(node)
+            return _describe(node)
         waiting.extend(children)
     return None
 
@@ -137,7 +137,7 @@ def _parts(node: Any) -> list[Any] | None:
     return None
 
 
-def _described(node: object) -> str:
+def _describe(node: object) -> str:
     kind = node if isinstance(node, type) else type(node)
     if issubclass(kind, Placeholder):
         return f"{kind.pickled_module}.{kind.pickled_name}"[:200]

@@ -74,7 +74,7 @@ class TreePickler(pickle._Pickler):
         """Return the reference to the record of a storage; None for other objects."""
         if not isinstance(obj, _Storage):
             return None
-        return ("storage", self._named("torch", STORAGE_NAMES[name_of(obj.dtype)]), obj.key, "cpu", obj.numel)
+        return ("storage", self._placeholder("torch", STORAGE_NAMES[name_of(obj.dtype)]), obj.key, "cpu", obj.numel)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         """Write an object (a method of the standard pickler)."""
@@ -84,7 +84,7 @@ class TreePickler(pickle._Pickler):
         if is_tensor(obj) or isinstance(obj, DeclaredTensor):
             self._save_tensor(obj)
         elif isinstance(obj, type) and issubclass(obj, Placeholder):
-            self._save_global(self._named(obj.pickled_module, obj.pickled_name))
+            self._save_global(self._placeholder(obj.pickled_module, obj.pickled_name))
         elif isinstance(obj, Placeholder):
             self._save_placeholder(obj)
         elif isinstance(obj, (Dtype, types.FunctionType)):
@@ -118,7 +118,7 @@ class TreePickler(pickle._Pickler):
         if not is_of_own_index(obj) and (reason := first_unwritable(obj)):
             raise TypeError(reason)
 
-    def _named(self, module: str, name: str) -> type[Placeholder]:
+    def _placeholder(self, module: str, name: str) -> type[Placeholder]:
         return self._globals.setdefault((module, name), placeholder_class(module, name))
 
     def _remembered(self, obj: object) -> bool:
@@ -158,7 +158,7 @@ class TreePickler(pickle._Pickler):
         strides = tuple(prod(max(size, 1) for size in shape[axis:]) for axis in range(1, len(shape) + 1))
         storage = _Storage(leaf.dtype, str(len(self.leaves)), prod(shape))
         self.leaves.append(leaf)
-        self._save_global(self._named("torch._utils", "_rebuild_tensor_v2"))
+        self._save_global(self._placeholder("torch._utils", "_rebuild_tensor_v2"))
         self.save((storage, 0, shape, strides, False, collections.OrderedDict()))
         self.write(pickle.REDUCE)
         self.memoize(leaf)

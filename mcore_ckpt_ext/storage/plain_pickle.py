@@ -104,7 +104,7 @@ def plain_form(data: bytes) -> bytes | None:
             if len(pieces) > _MOST_PIECES + len(stream) // _BYTES_A_PIECE:
                 return None  # rewriting it costs more than the other way
         elif stream[position : position + 1] == _STOP:
-            return _framed(b"".join([*pieces, stream[kept : position + 1]])) if pieces else data
+            return _join_frames(b"".join([*pieces, stream[kept : position + 1]])) if pieces else data
         else:
             return None
         while cuts and cuts[-1] < end:
@@ -133,7 +133,7 @@ def strip_last(data: bytes, attribute: str, needed: Sequence[str]) -> bytes | No
     if any(data.find(_text_of(other), position) >= 0 for other in needed):
         return None
     before, _ = _strip_frames(data[:position])
-    return _framed(before + name + _TRUE_AT_LAST)
+    return _join_frames(before + name + _TRUE_AT_LAST)
 
 
 def _text_of(name: str) -> bytes:
@@ -159,7 +159,7 @@ def _strip_frames(data: bytes) -> tuple[bytes, list[int]]:
     return b"".join([*pieces, data[position:]]), cuts[::-1]
 
 
-def _framed(stream: bytes) -> bytes:
+def _join_frames(stream: bytes) -> bytes:
     """Return the pickle in a single frame, which makes reading it fast."""
     begin = 2 if stream[:1] == _PROTOCOL else 0
     return stream[:begin] + _FRAME + (len(stream) - begin).to_bytes(8, "little") + stream[begin:]

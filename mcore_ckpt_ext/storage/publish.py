@@ -298,7 +298,7 @@ class Publication:
         try:
             move_new(self._root, _CONTENT, self._parent, self.destination.name)
         except FileExistsError as error:
-            raise self._changed("the destination was created by something else during the conversion") from error
+            raise self._change_error("the destination was created by something else during the conversion") from error
 
     def _replace(self) -> None:
         """Move the old folder away, rename the new one, and check the old one before it is removed."""
@@ -309,7 +309,7 @@ class Publication:
             aside = _REPLACED
         try:
             if _identity(self._root.status(aside)) != self._replaces:
-                raise self._changed("another folder took the destination's place during the conversion")
+                raise self._change_error("another folder took the destination's place during the conversion")
             self._replaceable(self._root.path / aside)
             if aside == _REPLACED:
                 move_new(self._root, _CONTENT, self._parent, self.destination.name)
@@ -320,7 +320,7 @@ class Publication:
                 move_new(self._root, _REPLACED, self._parent, self.destination.name)
             raise
 
-    def _changed(self, reason: str) -> DestinationError:
+    def _change_error(self, reason: str) -> DestinationError:
         return DestinationError(
             f"{reason}; nothing was replaced",
             where=str(self.destination),

@@ -132,7 +132,7 @@ def list_arrays(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
         _check_filled([extent for *_, extent in arrays], begin, size)
         return _with_checksums(arrays, header.get(METADATA))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(reader, file, error) from error
+        raise _damage(reader, file, error) from error
 
 
 def _with_checksums(
@@ -196,7 +196,7 @@ def writer_of(reader: FolderReader, file: str) -> str | None:
     try:
         writer = read_header(reader, file).get(METADATA, {}).get("writer")
     except AttributeError as error:
-        raise _damaged(reader, file, error) from error
+        raise _damage(reader, file, error) from error
     return writer if isinstance(writer, str) else None
 
 
@@ -211,13 +211,13 @@ def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
     try:
         header = parse_json(reader.read(file, 8, length))
     except ValueError as error:
-        raise _damaged(reader, file, error) from error
+        raise _damage(reader, file, error) from error
     if not isinstance(header, dict):
-        raise _damaged(reader, file, TypeError("the header is not an object"))
+        raise _damage(reader, file, TypeError("the header is not an object"))
     return header, 8 + length
 
 
-def _damaged(reader: FolderReader, file: str, error: Exception) -> UnreadableCheckpointError:
+def _damage(reader: FolderReader, file: str, error: Exception) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
         "a safetensors file is damaged", found=shorten(str(error)), where=str(reader.folder / file)
     )

@@ -53,7 +53,7 @@ def decode(matrix: QuantizedMatrix, first: int, count: int, codes: ReadCodes, sc
     return decoded
 
 
-def scaled_by(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
+def scale_reads(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
     """Return a function that reads scales and multiplies them with one that is common to all, in float32."""
     return lambda first, count: scales(first, count).float() * common.float()
 
@@ -95,7 +95,7 @@ def _blocks_across(matrix: QuantizedMatrix) -> int:
 def _numbers(matrix: QuantizedMatrix, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     """Return the numbers of codes in new memory, not scaled yet."""
     if matrix.packed:
-        numbers = _unpacked(first, count, codes)
+        numbers = _unpack(first, count, codes)
         return numbers if matrix.common_scale is None else numbers.add_(0.0)  # ModelOpt has no negative zero
     numbers = codes(first, count)
     # A table is five times as fast on a CPU as torch's own conversion of fp8 (2.13, measured).
@@ -121,7 +121,7 @@ def _factors(matrix: QuantizedMatrix, scales: torch.Tensor) -> torch.Tensor:
     return factors
 
 
-def _unpacked(first: int, count: int, codes: ReadCodes) -> torch.Tensor:
+def _unpack(first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     begin = first // 2
     packed = codes(begin, -(-(first + count) // 2) - begin)
     halves = torch.stack([packed & 0xF, packed >> 4], dim=-1).view(-1)

@@ -46,7 +46,7 @@ def translate_errors(where: object, verb: str = "read") -> Iterator[None]:
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)) or _is_missing(error):
             raise FileNotFoundError(errno.ENOENT, "not found in the remote store", str(where)) from error
         raise StorageError(
-            f"the remote store cannot be {verb}", found=shorten(_described(error)), where=str(where), hint=_hint(error)
+            f"the remote store cannot be {verb}", found=shorten(_describe(error)), where=str(where), hint=_hint(error)
         ) from error
 
 
@@ -60,7 +60,7 @@ def _is_missing(error: Exception) -> bool:
     return _code(error) == 404
 
 
-def _described(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     code = _code(error)
     return f"{type(error).__name__}: {text}" + (f" (HTTP {code})" if code and str(code) not in text else "")

@@ -68,15 +68,15 @@ class StorePath:
                     where=address,
                     hint="pip install fsspec, and its library for the store (s3fs, gcsfs, adlfs, ...)",
                 ) from error
-        return cls._joined(files, key, address)
+        return cls._join(files, key, address)
 
     @classmethod
     def from_file_system(cls, files: Any, key: str) -> StorePath:
         """Return the path of a file or folder of a file system of fsspec."""
-        return cls._joined(files, key, files.unstrip_protocol(key))
+        return cls._join(files, key, files.unstrip_protocol(key))
 
     @classmethod
-    def _joined(cls, files: Any, key: str, address: str) -> StorePath:
+    def _join(cls, files: Any, key: str, address: str) -> StorePath:
         """Return a path by its name for the store and its address, which end alike."""
         names = key.rstrip("/").split("/")
         shown = address.rstrip("/").split("/")

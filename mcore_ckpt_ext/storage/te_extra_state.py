@@ -309,7 +309,7 @@ class _Pickler(TreePickler):
     def _save_tensor(self, leaf: Any) -> None:
         if self._remembered(leaf):
             return
-        self._save_global(self._named(*_LOAD_FROM_BYTES))
+        self._save_global(self._placeholder(*_LOAD_FROM_BYTES))
         self.save((archive_of(leaf),))
         self.write(pickle.REDUCE)
         self.memoize(leaf)

@@ -134,7 +134,7 @@ class TorchArchive:
         self._check_byte_order()
         data = self._read(start, record.file_size)
         if self.has_checksums and crc32(data) != record.CRC:
-            raise self._damaged("data.pkl")
+            raise self._damage("data.pkl")
         if data.startswith(_TENSOR) and len(data) <= _SMALL and (tensor := _tensor_of(data)) is not None:
             return tensor
         loaded = safe_loads(data, self.where)
@@ -261,7 +261,7 @@ class TorchArchive:
         for name in self._records if only is None else (only,):
             begin, size, expected = self.find_record(name)
             if self._reader.checksum(self._file, begin, size) != expected:
-                raise self._damaged(name)
+                raise self._damage(name)
 
     def find_record(self, name: str) -> tuple[int, int, int]:
         """Return the first byte of a record in the file, its size, and its CRC-32 from the directory.
@@ -272,7 +272,7 @@ class TorchArchive:
         start, record = self._record(name)
         return self._offset + start, record.file_size, record.CRC
 
-    def _damaged(self, record: str) -> UnreadableCheckpointError:
+    def _damage(self, record: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
             "a record of the checkpoint is damaged: its checksum differs", where=f"{self.where}, record {record}"
         )

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page, rehearsal_page, write_page
+from mcore_ckpt_ext.cli.page import (
+    comparison_page,
+    escape_script,
+    inspection_page,
+    plan_page,
+    rehearsal_page,
+    write_page,
+)
 from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -120,7 +127,7 @@ def test_nothing_is_loaded_from_other_sites(inspected: Inspection) -> None:
 
 
 def test_data_cannot_leave_its_element() -> None:
-    assert not set("<>&") & set(embedded(HOSTILE))
+    assert not set("<>&") & set(escape_script(HOSTILE))
 
 
 def test_a_rank_is_found_on_the_map_and_named_in_the_title(browser: str, tmp_path: Path, inspected: Inspection) -> None:

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.selftest.launcher import Ended, all_on_this_node, log_of, st
 RANK = """
 import os, sys
 import torch, torch.distributed as dist
-from mcore_ckpt_ext.collectives import agreed, gather, highest_of_all
+from mcore_ckpt_ext.collectives import agree, gather, highest_of_all
 from mcore_ckpt_ext.devices import accelerator_type, device_module
 from mcore_ckpt_ext.errors import ResumeRefusedError, UsageError
 
@@ -31,7 +31,7 @@ def work():
         raise UsageError("this rank refuses")
 
 try:
-    agreed("testing", work)
+    agree("testing", work)
 except ResumeRefusedError as error:
     assert "this rank refuses" in str(error)
 else:

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
-from mcore_ckpt_ext.storage.scaled import decode, scaled_by
+from mcore_ckpt_ext.storage.scaled import decode, scale_reads
 from tests.harness.huggingface import make, tensors, torch_dist
 
 FP8 = torch.float8_e4m3fn
@@ -101,7 +101,7 @@ def test_values_are_those_of_model_opt(kind: str) -> None:
     def read_scales(at: int, count: int) -> torch.Tensor:
         return scales.view(-1)[at : at + count]
 
-    read = scaled_by(read_scales, stored["nvfp4.weight_scale_2"]) if packed else read_scales
+    read = scale_reads(read_scales, stored["nvfp4.weight_scale_2"]) if packed else read_scales
     for first, count in ((0, rows * columns), (1, 700), (130, 15), (67, 64), (5 * columns, 3 * columns)):
         found = decode(extent, first, count, lambda at, n: codes.view(-1)[at : at + n], read)
         bits = expected.view(-1)[first : first + count].view(torch.int16)

@@ -7,9 +7,9 @@ from argparse import Action, ArgumentParser
 import pytest
 
 from mcore_ckpt_ext.errors import UsageError
-from mcore_ckpt_ext.families.forward_pass import classified
+from mcore_ckpt_ext.families.forward_pass import classified_arguments
 from mcore_ckpt_ext.families.passed_arguments import check_passed
-from mcore_ckpt_ext.job.arguments.flag_words import stored_as
+from mcore_ckpt_ext.job.arguments.flag_words import stored_argument
 
 
 def flags() -> list[tuple[str, Action]]:
@@ -28,8 +28,8 @@ def test_a_flag_with_other_words_is_refused_with_its_argument() -> None:
     other += [(words, action) for words, action in flags() if words != action.dest and action.const is False]
     assert len(other) > 80
     for words, action in other:
-        if (stored := stored_as(words)) is None:
-            assert classified([words]) or action.dest.endswith(("_deprecated", "_prefix_caching")), words
+        if (stored := stored_argument(words)) is None:
+            assert classified_arguments([words]) or action.dest.endswith(("_deprecated", "_prefix_caching")), words
             continue
         assert stored == action.dest + ("=False" if action.const is False else "")
         with pytest.raises(UsageError, match=f"under another name; found: {words}; expected: {stored}; hint: write "):
@@ -37,11 +37,11 @@ def test_a_flag_with_other_words_is_refused_with_its_argument() -> None:
 
 
 def test_no_argument_is_refused_under_its_own_name() -> None:
-    assert [words for words, action in flags() if words == action.dest and stored_as(words)] == []
+    assert [words for words, action in flags() if words == action.dest and stored_argument(words)] == []
 
 
 def test_the_group_of_micro_batches_is_named() -> None:
     """Its flag spells out what its argument abbreviates."""
-    assert stored_as("microbatch_group_size_per_virtual_pipeline_stage") == "microbatch_group_size_per_vp_stage"
-    assert stored_as("disable_bias_linear") == "add_bias_linear=False"
-    assert stored_as("microbatch_group_size_per_vp_stage") is stored_as("no_such_argument") is None
+    assert stored_argument("microbatch_group_size_per_virtual_pipeline_stage") == "microbatch_group_size_per_vp_stage"
+    assert stored_argument("disable_bias_linear") == "add_bias_linear=False"
+    assert stored_argument("microbatch_group_size_per_vp_stage") is stored_argument("no_such_argument") is None

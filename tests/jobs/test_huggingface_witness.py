@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.families.forward_pass import classified
+from mcore_ckpt_ext.families.forward_pass import classified_arguments
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.target import LayerSpec
@@ -289,4 +289,4 @@ def test_every_argument_of_the_parser_is_classified(answers: dict[Case, torch.Te
     """The installed Megatron's own parser: what a new release adds has to be read, and given a class."""
     names = set(json.loads((root / LOCAL / "arguments.json").read_text())) - {"help"}
     assert len(names) > 400
-    assert sorted(names - classified(names)) == []
+    assert sorted(names - classified_arguments(names)) == []

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.energon_states import (
     add_loader_states,
     provide_states,
-    redistributed,
+    redistribute,
     restore_argument,
 )
 from tests.harness.packages import energon
@@ -157,5 +157,5 @@ def test_the_class_of_another_library_is_not_imported(loader: Any, tmp_path: Pat
 
 def test_redistributed_states_keep_what_a_later_release_adds(loader: Any) -> None:
     states = [_state(loader, rank) for rank in range(2)]
-    assert [_offsets(state) for state in redistributed(states, 4)] == [[0], [1], [2], [3]]
-    assert isinstance(redistributed(states, 1)[0], type(states[0]))
+    assert [_offsets(state) for state in redistribute(states, 4)] == [[0], [1], [2], [3]]
+    assert isinstance(redistribute(states, 1)[0], type(states[0]))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.families.adapters import adapters_of
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
-from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank, to_bridge_name
+from mcore_ckpt_ext.model_space.adapters import is_adapter, rank_ordered_adapters, to_bridge_name
 from mcore_ckpt_ext.model_space.anatomy import (
     is_in_vocabulary,
     is_language_block,
@@ -23,11 +23,11 @@ from mcore_ckpt_ext.model_space.names import (
     ParameterName,
     layer_name,
     name_at,
+    name_in,
     own_name,
     parse,
     parse_own,
     part_names,
-    renamed_as_in,
     split_layer,
     split_parameters,
     stacked_axes,
@@ -185,9 +185,9 @@ def test_parts_of_a_gated_delta_product_follow_each_other_in_the_order_of_memory
 )  # fmt: skip
 def test_norms_have_the_name_that_the_checkpoint_has(fused: str, separate: str) -> None:
     for one, other in ((fused, separate), (separate, fused)):
-        assert renamed_as_in({one}, other) == one
-        assert renamed_as_in({one, other}, other) == other
-        assert renamed_as_in({}, other) == other
+        assert name_in({one}, other) == one
+        assert name_in({one, other}, other) == other
+        assert name_in({}, other) == other
 
 
 LLAVA = ["language_model.decoder.layers.0.mlp.linear_fc1.weight", "vision_model.decoder.layers.0.mlp.linear_fc1.weight"]
@@ -249,7 +249,7 @@ def test_adapters_that_are_ordered_by_the_tensor_parallel_size(gated: bool) -> N
     never = [f"{linear}.linear_in.weight", f"{linear}.adapter_up.linear_in.weight",
              "decoder.layers.0.self_attention.linear_qkv.adapter.weight_magnitude"]  # fmt: skip
     whole, magnitude = f"{linear}.linear_out.weight", f"{linear}.weight_magnitude"
-    assert ordered_by_rank([*always, *never, whole, magnitude], gated) == [*always, magnitude if gated else whole]
+    assert rank_ordered_adapters([*always, *never, whole, magnitude], gated) == [*always, magnitude if gated else whole]
 
 
 def test_adapters_of_ms_swift() -> None:
@@ -259,8 +259,8 @@ def test_adapters_of_ms_swift() -> None:
     assert [to_bridge_name(name) for name in names] == [
         f"{linear}.adapter.linear_in.weight", f"{linear}.adapter.linear_out.weight", f"{linear}.weight",
     ]  # fmt: skip
-    assert ordered_by_rank(names, gated=True) == names[1:2]
-    assert ordered_by_rank(names, gated=False) == []
+    assert rank_ordered_adapters(names, gated=True) == names[1:2]
+    assert rank_ordered_adapters(names, gated=False) == []
 
 
 @pytest.mark.parametrize(

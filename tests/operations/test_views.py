@@ -27,7 +27,7 @@ from mcore_ckpt_ext.formats.renamed import NameMap
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView, Composition, OpenedFormat
 from mcore_ckpt_ext.formats.views import renamed, with_first_moments, with_layer_form, without_optimizer
-from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated
+from mcore_ckpt_ext.formats.weights_view import WeightsView, with_file_names
 from mcore_ckpt_ext.model_space.names import parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -234,8 +234,8 @@ def test_a_view_has_every_member(view: type, protocols: Sequence[type]) -> None:
 @pytest.mark.parametrize("name", ["p02", "p08", "p41"])
 def test_weights_in_another_folder_are_the_same(name: str) -> None:
     weights = open_checkpoint(fixture_named(name).run).model.weights()
-    other = relocated(weights, lambda file: f"/there/{file}")
-    again = relocated(other, lambda file: file.removeprefix("/there/"))
+    other = with_file_names(weights, lambda file: f"/there/{file}")
+    again = with_file_names(other, lambda file: file.removeprefix("/there/"))
     regions = {one: Region.whole(one, weights.logical_tensor(WEIGHT, one).shape) for one in weights.names()}  # type: ignore[union-attr]
     assert answers(again, [WEIGHT], regions, Weights) == answers(weights, [WEIGHT], regions, Weights)
     for one in weights.names():
@@ -255,7 +255,7 @@ def test_an_optimizer_with_external_weights_is_that_of_the_whole_checkpoint(name
     for key in own.keys() - {("buffers",), ("order_sources",)}:  # objects; the order is found out
         assert comparable(own[key]) == comparable(other[key]), key
     assert len(view.optimizer.state().buffers) == len(whole.optimizer.state().buffers)
-    back = relocated(view.model.weights(), lambda file: Path(file).name)
+    back = with_file_names(view.model.weights(), lambda file: Path(file).name)
     assert answers(back, [WEIGHT], asked, Weights) == answers(whole.model.weights(), [WEIGHT], asked, Weights)
     assert (view.model.sharded_keys(), view.states.extra()) == (whole.model.sharded_keys(), whole.states.extra())
     assert view.job.is_release == whole.job.is_release

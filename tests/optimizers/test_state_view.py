@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mcore_ckpt_ext import open_checkpoint
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.state_view import StateView, joined
+from mcore_ckpt_ext.optimizers.state_view import StateView, join_states
 from tests.harness.checkpoints import fixture_named
 
 
@@ -28,7 +28,7 @@ def test_each_state_answers_for_its_own_parameters() -> None:
     state = open_checkpoint(fixture_named("p04").run).optimizer.state()
     names = state.names()
     first, second = part(state, names[:5], "one", True), part(state, names[5:], "another", False)
-    both = joined([first, second])
+    both = join_states([first, second])
     assert (both.kinds, both.carried_kinds, both.names()) == (state.kinds, state.carried_kinds, names)
     assert sorted(both.names("exp_avg")) == sorted(state.names("exp_avg"))
     assert [both.is_distributed(name) for name in (names[0], names[5])] == [True, False]
@@ -44,7 +44,7 @@ def test_each_state_answers_for_its_own_parameters() -> None:
 def test_a_parameter_of_none_of_them_has_no_state() -> None:
     state = open_checkpoint(fixture_named("p04").run).optimizer.state()
     names = state.names()
-    both = joined([part(state, names[:1], "one", False), part(state, names[1:2], "another", False)])
+    both = join_states([part(state, names[:1], "one", False), part(state, names[1:2], "another", False)])
     assert both.logical_tensor("exp_avg", names[2]) is None
     assert both.stored("exp_avg", names[2]) == both.copies("exp_avg", names[2]) == both.lost("exp_avg", names[2]) == []
     assert both.derivation("exp_avg", names[2]) is None
@@ -53,4 +53,4 @@ def test_a_parameter_of_none_of_them_has_no_state() -> None:
 
 def test_one_state_stays_itself() -> None:
     state = open_checkpoint(fixture_named("p04").run).optimizer.state()
-    assert joined([state]) is state
+    assert join_states([state]) is state

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext import errors
-from mcore_ckpt_ext.collectives import agreed
+from mcore_ckpt_ext.collectives import agree
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, UnsupportedCheckpointError
 from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
 from mcore_ckpt_ext.patching.replaced_errors import add_replaced_types
@@ -75,7 +75,7 @@ def test_its_reason_is_kept_where_ranks_agree_on_it() -> None:
         raise leaving(UnsupportedCheckpointError("it is of an unknown kind"), FAILURE)
 
     with pytest.raises(ResumeRefusedError, match="rank 0: UnsupportedCheckpointError: it is of an unknown kind"):
-        agreed("looking", work)
+        agree("looking", work)
 
 
 def test_every_function_that_loads_or_saves_names_what_it_replaces() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order, layout_of
 from mcore_ckpt_ext.selftest.models import MODELS
-from mcore_ckpt_ext.selftest.plan import EIGHT_RANKS, layouts, plan, saved_by_eight_ranks
+from mcore_ckpt_ext.selftest.plan import EIGHT_RANKS, job_of_eight_ranks, layouts, plan
 
 SIZES = [1, 2, 3, 4, 6, 8, 16]
 
@@ -19,7 +19,7 @@ def resumes(jobs: tuple[Job, ...], model: str) -> set[str]:
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_each_resume_follows_its_save(ranks: int) -> None:
-    saved = {EIGHT_RANKS: saved_by_eight_ranks(Machine(8))}
+    saved = {EIGHT_RANKS: job_of_eight_ranks(Machine(8))}
     for job in plan(Machine(ranks)):
         assert job.name not in saved
         assert job.layout.world == ranks
@@ -90,7 +90,7 @@ def number(job: Job, flag: str) -> int:
 
 
 def test_the_batch_of_a_resume_is_that_of_its_save() -> None:
-    shipped = saved_by_eight_ranks(Machine(8))
+    shipped = job_of_eight_ranks(Machine(8))
     for ranks in (1, 2, 4, 8, 16):
         (job,) = (job for job in plan(Machine(ranks)) if job.loads == EIGHT_RANKS)
         assert not job.skipped

@@ -136,7 +136,7 @@ def test_a_shared_index_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -
     found = stored.content
     assert found is stored.content
     assert found.arrays.keys() == {"buffer"}
-    assert stored.unshared().content is found
+    assert stored.unshare().content is found
     assert FolderIndex(tmp_path / "other").content is not found
     with pytest.raises(UnreadableCheckpointError, match="cannot be read"):
         read_index(tmp_path / "one")

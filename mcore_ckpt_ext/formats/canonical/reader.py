@@ -27,7 +27,7 @@ from mcore_ckpt_ext.errors import (
     shorten,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, UnreadState, joined, unread_common_state
+from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, UnreadState, merge_entries, unread_common_state
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -174,7 +174,7 @@ class CanonicalCheckpoint(FormatReader):
         """
         paths = (path for path in sorted(self.folder.glob("*.safetensors")) if path.name not in self._arrays.files)
         strays = [UnreadState(path.name, OTHER, path.stat().st_size) for path in paths]
-        return joined([*unread_common_state(self.common, COMMON_KEYS), *strays])
+        return merge_entries([*unread_common_state(self.common, COMMON_KEYS), *strays])
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Canonical folders contain no archives."""

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimiz
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
-from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, joined
+from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, merge_entries
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -135,7 +135,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
             for shard in shards
         ]
         groups = [UnreadState(file, UNKNOWN, self.reader.size(file), _WHY) for file in self._group_files if shards]
-        return [*super().unread(objects=objects), *joined([*states, *groups])]
+        return [*super().unread(objects=objects), *merge_entries([*states, *groups])]
 
     @override
     def archives(self) -> Iterator[tuple[str, int, int]]:

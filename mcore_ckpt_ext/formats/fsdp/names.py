@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, model_space_name
 from mcore_ckpt_ext.layout.parameter_parts import check_whole
-from mcore_ckpt_ext.model_space.names import is_first_linear, unwrapped
+from mcore_ckpt_ext.model_space.names import is_first_linear, strip_wrappers
 from mcore_ckpt_ext.versions import NEWEST
 
 MODEL = "model.module."
@@ -45,7 +45,7 @@ def parameter_of(module_name: str, arguments: JobArguments) -> Stored:
         UnsupportedCheckpointError: the order of its elements is not supported.
     """
     match = _HALF.match(module_name)
-    name = unwrapped(match["whole"] if match else module_name).lstrip(".")
+    name = strip_wrappers(match["whole"] if match else module_name).lstrip(".")
     half = HALVES.index(match["half"]) if match else None
     if mtp := _MTP.match(name):
         inner = model_space_name(_AS_LAYER + mtp[2], 0, 0, arguments).removeprefix(_AS_LAYER)

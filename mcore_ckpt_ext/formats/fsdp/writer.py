@@ -78,7 +78,7 @@ class FsdpTarget:
         if not LOADS_FSDP_DTENSOR.is_of(version):
             raise UnsupportedCheckpointError(
                 "that version of Megatron does not have this format",
-                found=f"--megatron-version {_dotted(version)}",
+                found=f"--megatron-version {_join_dots(version)}",
                 expected=f"{LOADS_FSDP_DTENSOR.since} or later",
                 hint="use --to torch_dist",
             )
@@ -207,7 +207,7 @@ def _chunks(array: FsdpArray) -> Iterator[Chunk]:
         yield Chunk(offsets, sizes, array.wanted(offsets, sizes))
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _join_dots(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 

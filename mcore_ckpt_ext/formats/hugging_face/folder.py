@@ -111,7 +111,7 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
     if first in INDICES:
         tensors = _tensors_of_index(reader, below, folder / first)
     else:
-        tensors = dict(tensors_of(reader, _joined(below, first)))
+        tensors = dict(tensors_of(reader, _join(below, first)))
     read = {Path(tensor.extent.file).name for tensor in tensors.values()} | {first}
     return tensors, sorted((weight_files_of(folder) - read) | set(others))
 
@@ -138,7 +138,7 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     tensors: dict[str, StoredTensor] = {}
     origin: dict[str, str] = {}
     for file in files:
-        for name, tensor in tensors_of(reader, _joined(below, file)):
+        for name, tensor in tensors_of(reader, _join(below, file)):
             if name in tensors:
                 raise UnreadableCheckpointError(
                     "two files of the index contain a tensor of the same name",
@@ -197,5 +197,5 @@ def stored_tensor_of(reader: FolderReader, file: str, tensor: TensorReference) -
     return StoredTensor(tensor.shape, extent_of(tensor, whole), tensor.offset)
 
 
-def _joined(below: str, name: str) -> str:
+def _join(below: str, name: str) -> str:
     return f"{below}/{name}" if below else name

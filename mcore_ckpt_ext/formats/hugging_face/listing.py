@@ -20,7 +20,7 @@ from mcore_ckpt_ext.errors import (
     shorten,
 )
 from mcore_ckpt_ext.families.text_parts import text_names, text_section
-from mcore_ckpt_ext.families.vision_shapes import unprefixed, vision_shapes
+from mcore_ckpt_ext.families.vision_shapes import strip_prefix, vision_shapes
 from mcore_ckpt_ext.formats.hugging_face.folder import (
     CONFIG,
     INDICES,
@@ -29,7 +29,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
     tensors_of,
     weight_files_of,
 )
-from mcore_ckpt_ext.formats.hugging_face.quantized import dequantized, quantization_of
+from mcore_ckpt_ext.formats.hugging_face.quantized import dequantize, quantization_of
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 from mcore_ckpt_ext.storage.json_text import read_json
@@ -165,7 +165,7 @@ def _check_vision(listing: Listing, stored: Mapping[str, StoredTensor], config: 
     expected = vision_shapes(config)
     if expected is None:
         return
-    named = {unprefixed(name): name for name, text in text_names(stored).items() if text is None}
+    named = {strip_prefix(name): name for name, text in text_names(stored).items() if text is None}
     if missing := [name for name in expected if name not in named]:
         message = f"the vision part that {CONFIG} describes lacks tensors: {join_some(missing, _SHOWN)}"
         listing.add("tensors", below, message)
@@ -180,7 +180,7 @@ def _check_vision(listing: Listing, stored: Mapping[str, StoredTensor], config: 
 def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: Mapping[str, Any], below: str) -> None:
     """Check that quantized weights have scales of matching shape, if their quantization is supported."""
     try:
-        dequantized(stored, config, listing.folder / below)
+        dequantize(stored, config, listing.folder / below)
     except UnsupportedCheckpointError:
         return
     except UnreadableCheckpointError as problem:

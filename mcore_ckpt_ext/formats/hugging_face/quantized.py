@@ -52,7 +52,7 @@ class _Pairing:
     in_pairs: bool = False
 
 
-def dequantized(
+def dequantize(
     stored: Mapping[str, StoredTensor], config: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of a folder with decoded codes, and the names of the scales of activations.
@@ -93,7 +93,7 @@ def dequantized(
                 common = stored.get(name.removesuffix(pairing.codes) + pairing.scales + _COMMON)
                 tensors[whole] = _nvfp4(name, tensor, scaled_by, common, dtype, where)
             else:
-                tensors[whole] = _decoded(name, tensor, scaled_by, pairing, dtype, where)
+                tensors[whole] = _decode(name, tensor, scaled_by, pairing, dtype, where)
         elif tensor.extent.dtype in (*_FP8, _BYTE) or (pairing.packed and name.endswith(pairing.codes)):
             raise UnreadableCheckpointError("quantized weights have no scales", found=name, where=where)
         else:
@@ -237,7 +237,7 @@ def _is_fp8(settings: Mapping[str, Any]) -> bool:
     )
 
 
-def _decoded(
+def _decode(
     name: str, codes: StoredTensor, scales: StoredTensor, pairing: _Pairing, dtype: str, where: str
 ) -> StoredTensor:
     shape = codes.shape

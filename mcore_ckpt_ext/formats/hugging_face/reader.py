@@ -32,7 +32,7 @@ from mcore_ckpt_ext.formats.hugging_face.model import (
     described_model,
     mismatch,
 )
-from mcore_ckpt_ext.formats.hugging_face.quantized import dequantized
+from mcore_ckpt_ext.formats.hugging_face.quantized import dequantize
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
@@ -118,16 +118,16 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self.whole:
             names = text_names(stored)
             self._vision = {name: stored[name] for name, ours in names.items() if ours is None}
-            stored = {ours: self._transposed(ours, stored[name]) for name, ours in names.items() if ours is not None}
-        stored, self._of_activations = dequantized(stored, self.config, folder / below)
+            stored = {ours: self._transpose(ours, stored[name]) for name, ours in names.items() if ours is not None}
+        stored, self._of_activations = dequantize(stored, self.config, folder / below)
         held = self.family.mtp_layers(stored, self.model)
         self._holds_no_mtp = not held
         layers = held if mtp else 0
         self.model = self.model.replace(mtp_num_layers=layers or None)
         self.left_out: list[str] = []
-        self._weights = ModelSpaceWeights(self._matched(stored))
+        self._weights = ModelSpaceWeights(self._match(stored))
 
-    def _transposed(self, name: str, tensor: StoredTensor) -> StoredTensor:
+    def _transpose(self, name: str, tensor: StoredTensor) -> StoredTensor:
         shape = turned_experts(name, tensor.shape, self.config)
         return tensor if shape is None else replace(tensor, shape=shape, is_transposed=True)
 
@@ -147,7 +147,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         """True if the model has MTP layers."""
         return bool(self.model.mtp_num_layers)
 
-    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+    def _match(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         """Match the tensors that the configuration requires with those in the folder, one to one."""
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):

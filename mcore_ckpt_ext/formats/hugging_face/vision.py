@@ -43,7 +43,7 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
     """A folder read with its vision part, under the names of Megatron-Bridge's model."""
 
     @override
-    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+    def _match(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         quantized = [name for name, tensor in self._vision.items() if tensor.extent.dtype not in _FLOATS]
         if quantized:
             raise UnsupportedCheckpointError(
@@ -52,7 +52,7 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
                 where=str(self.folder),
                 hint="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )
-        text = [(_below_prefix(tensor), stored_tensor) for tensor, stored_tensor in super()._matched(stored)]
+        text = [(_below_prefix(tensor), stored_tensor) for tensor, stored_tensor in super()._match(stored)]
         named = {name: self._kind.ours(name) for name in self._vision}
         self.left_out = [name for name in self.left_out if name not in named]
         shapes = {
@@ -101,8 +101,8 @@ class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):
     """A folder read with its vision part, under Hugging Face's names, to compare it with another folder."""
 
     @override
-    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        text = super()._matched(stored)
+    def _match(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+        text = super()._match(stored)
         tower = VISION_TOWERS.get(self.whole)
         self.left_out = [name for name in self.left_out if name not in self._vision]
         return text + [

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counte
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
-from mcore_ckpt_ext.families.flags import ignored
+from mcore_ckpt_ext.families.flags import ignored_arguments
 from mcore_ckpt_ext.families.forward_pass import notes_on, unknown
 from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
@@ -130,7 +130,7 @@ class HuggingFaceTarget:
 
     def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:
         """Refuse arguments Megatron may have ignored, except in release checkpoints, which no job trained."""
-        flags = {name: value for name, value in ignored(model).items() if name not in passed}
+        flags = {name: value for name, value in ignored_arguments(model).items() if name not in passed}
         if flags and not self._checkpoint.job.is_release and self._checkpoint.job.arguments().is_set(_OF_PRETRAIN_GPT):
             default = {
                 "rope_scaling_factor": "=8",

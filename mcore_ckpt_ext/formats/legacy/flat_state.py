@@ -82,7 +82,7 @@ class FlatStates:
             )
         weights = self._models.local.weights
         used: list[float] = []
-        for buffer in self._packed(rank, child):
+        for buffer in self._pack(rank, child):
             for name in buffer.names:
                 plain = name.endswith(".bias") or len(weights[name].tensor.shape) == 1
                 used.append(0.0 if plain else 1.0)
@@ -90,7 +90,7 @@ class FlatStates:
         by_multiplier = dict(zip(multipliers, groups, strict=True))
         return [by_multiplier[value] for value in order if value in by_multiplier]
 
-    def _packed(self, rank: LegacyRank, child: int) -> list[PackedBuffer]:
+    def _pack(self, rank: LegacyRank, child: int) -> list[PackedBuffer]:
         experts = child == 1
         tensor = rank.tensor % self._layout.expert_tensor if experts else rank.tensor
         place = ModelRank(rank.pipeline, tensor, rank.expert if experts else None)
@@ -109,7 +109,7 @@ class FlatStates:
         """Return the state of `get_parameter_state_dp_zero`: buffers' buckets without padding at their ends."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         # Buffers are numbered across all chunks of the optimizer; a chunk without experts has no buffer for them.
-        for number, buffer in enumerate(self._packed(rank, child)):
+        for number, buffer in enumerate(self._pack(rank, child)):
             numel = sum(bucket.numel_unpadded for bucket in buffer.buckets)
             arrays: dict[str, Any] = {
                 _STATE_NAMES.get(kind, kind): DeclaredTensor(torch.float32, (numel,), self._content(buffer, kind))

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.formats.legacy.target_parameter_order import order_for
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
-from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, shard_grid
+from mcore_ckpt_ext.layout.local_parameters import LocalNames, shard_grid, tower_gates
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, registration_order
 from mcore_ckpt_ext.lazy_torch import torch
@@ -40,8 +40,8 @@ class TargetModels:
         self._arguments = arguments
         self._layout = layout
         self._names = LocalNames(arguments, version)
-        tensors = {name: self._padded(name) for name in checkpoint.model.weights().names()}
-        gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
+        tensors = {name: self._padded_tensor(name) for name in checkpoint.model.weights().names()}
+        gated = tower_gates({name: tensor.shape for name, tensor in tensors.items()})
         self._twice = second_names(tensors)
         weights = {}
         for name, tensor in tensors.items():
@@ -124,21 +124,21 @@ class TargetModels:
             ranks = self._layout.expert_tensor if is_of_experts(name) else self._layout.tensor
             regions = self._regions(name, rank.tensor % ranks)
         else:
-            tensor = self._padded(name)
+            tensor = self._padded_tensor(name)
             regions = (Region.whole(name, tensor.shape),)
         shape = list(tensor.shape)
         for axis, size in enumerate(regions[0].sizes):
             # The two bands of a gated projection are concatenated.
             shape[axis] = sum(region.sizes[axis] for region in regions) if axis == 0 else size
         dtype = tensor.dtype if kind == WEIGHT else "float32"
-        content = (WriteItem(0, self._wanted(kind, regions, replace(tensor, dtype=dtype))),)
+        content = (WriteItem(0, self._target_slice(kind, regions, replace(tensor, dtype=dtype))),)
         return DeclaredTensor(getattr(torch, dtype), tuple(shape), content)
 
     def state_in_buffer(self, kind: str, name: str, regions: Sequence[Region]) -> TargetSlice:
         """Return the optimizer state of a parameter in a gradient buffer, where its regions are contiguous."""
-        return self._wanted(kind, regions, replace(self.local.weights[name].tensor, dtype="float32"))
+        return self._target_slice(kind, regions, replace(self.local.weights[name].tensor, dtype="float32"))
 
-    def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> TargetSlice:
+    def _target_slice(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> TargetSlice:
         """Return a slice of regions of `tensor`, and of its other parts if the parameter has parts."""
         weights = self.local.weights
         others = {region.name for region in regions} - {tensor.name}
@@ -148,7 +148,7 @@ class TargetModels:
         }
         return TargetSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=is_in_vocabulary(tensor.name))
 
-    def _padded(self, name: str) -> LogicalTensor:
+    def _padded_tensor(self, name: str) -> LogicalTensor:
         """Return a weight with the vocabulary padded for the target's tensor parallel size."""
         tensor = named_tensor(self._checkpoint, WEIGHT, name)
         if is_in_vocabulary(name):

@@ -30,13 +30,13 @@ class OptimizerSettings:
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as each rank stored them, with repetitions."""
         return [
-            {**self._counted(number), **group}
+            {**self._step_count(number), **group}
             for rank in self._ranks
             for number, child in enumerate(rank.optimizers)
             for group in child.get("optimizer", child).get("param_groups", [])
         ]
 
-    def _counted(self, number: int) -> dict[str, Any]:
+    def _step_count(self, number: int) -> dict[str, Any]:
         """Return the step of a chained optimizer if it is stored by parameter and not in a group."""
         step = self._steps_of_parameters.get(number)
         return {} if step is None else {"step": int(step)}

@@ -42,7 +42,7 @@ from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     UNKNOWN,
     UnreadState,
-    joined,
+    merge_entries,
     tensors_in,
     unread_common_state,
     unread_optimizer_state,
@@ -275,7 +275,7 @@ class LegacyCheckpoint(FormatReader):
             for path, nbytes in tensors_in(buffers.children, (OPTIMIZER_FILE,)):
                 if len(path) != _DEPTH_OF_BUFFERS or not path[2].isdigit():
                     unread_states.append(UnreadState(".".join(path), UNKNOWN, nbytes))
-        return joined(unread_states)
+        return merge_entries(unread_states)
 
     @cached_property
     def _ranks(self) -> list[RankState]:

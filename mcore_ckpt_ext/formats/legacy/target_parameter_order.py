@@ -29,7 +29,7 @@ def order_for(
         UnsupportedCheckpointError: the source's order is unknown, and does not show the position of experts, or of
             parameters that other versions register elsewhere.
     """
-    registered = _registered(checkpoint)
+    registered = _registration_order(checkpoint)
     for order in known_orders(arguments):
         if all(_agrees(order, names) for names in registered):
             return order.order_of_version(version)
@@ -52,7 +52,7 @@ def order_for(
     )
 
 
-def _registered(checkpoint: CheckpointView) -> list[list[str]]:
+def _registration_order(checkpoint: CheckpointView) -> list[list[str]]:
     """Return each verified buffer's names in registration order, the reverse of the buffer's own order."""
     # Another layer spec registers parameters in another order.
     shows_order = checkpoint.optimizer.format() and checkpoint.optimizer.shows_registration

@@ -40,7 +40,7 @@ class LegacyWeights(RankArrays):
             )
         self.models: list[tuple[RankModel, list[tuple[str, TensorReference]]]] = []
         for rank in ranks:
-            named = self._named(rank)
+            named = self._named_tensors(rank)
             self.models.append((rank, named))
             self.recognize_gates(named)
             for name, value in named:
@@ -54,7 +54,7 @@ class LegacyWeights(RankArrays):
         """Return each stored chunk's names in `state_dict` order; for split names, the first part."""
         return [[part_names(name)[0] for name, _ in named] for _, named in self.models]
 
-    def _named(self, rank: RankModel) -> list[tuple[str, TensorReference]]:
+    def _named_tensors(self, rank: RankModel) -> list[tuple[str, TensorReference]]:
         """Return a chunk's tensors with their model-space names, without Transformer Engine's `_extra_state`."""
         named = []
         for local, value in rank.chunk.items():

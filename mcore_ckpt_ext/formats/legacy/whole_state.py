@@ -63,7 +63,7 @@ class WholeStates:
 
     def _entry(self, child: Mapping[str, Any], names: Sequence[str], part: Part) -> dict[str, Any]:
         inner = inner_state(child)
-        by_group = self._grouped(names, inner["param_groups"])
+        by_group = self._group_names(names, inner["param_groups"])
         step = (inner.get("state") or {}).get("common_step")
         own_step = {} if step is None else {"step": torch.tensor(float(step))}
         numbered = {name: number for number, name in enumerate(name for group in by_group for name in group)}
@@ -87,7 +87,7 @@ class WholeStates:
         scaler = {"grad_scaler": child["grad_scaler"]} if "grad_scaler" in child else {}
         return {"optimizer": written, MASTERS: masters, **scaler}
 
-    def _grouped(self, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    def _group_names(self, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         """Return the parameters of each group.
 
         Raises:

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.legacy.options import Legacy
 from mcore_ckpt_ext.formats.legacy.ranks import MODEL_FILE, OPTIMIZER_FILE, LegacyRank
 from mcore_ckpt_ext.formats.legacy.target_arguments import reader_arguments
 from mcore_ckpt_ext.formats.legacy.whole_state import WholeStates
-from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
+from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, mark_undistributed, portable_chain
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
@@ -203,7 +203,7 @@ class LegacyTarget:
             self._checkpoint.optimizer.chained_optimizer_settings() if self._checkpoint.optimizer.format() else [],
             apart,
         )
-        return WholeStates(self._checkpoint, undistributed(chain), apart) if chain else None
+        return WholeStates(self._checkpoint, mark_undistributed(chain), apart) if chain else None
 
     @cached_property
     def _flat(self) -> FlatStates | None:

@@ -39,9 +39,9 @@ class NemoCheckpoint(TorchDistCheckpoint):
     @override
     def _read_index(self) -> DcpIndex:
         index = self.folder_index.content
-        arrays = {key: replace(array, key=key) for key, array in _renamed(index.arrays).items()}
+        arrays = {key: replace(array, key=key) for key, array in _rename(index.arrays).items()}
         return replace(
-            index, arrays=arrays, objects=_renamed(index.objects), natural_shapes=_renamed(index.natural_shapes)
+            index, arrays=arrays, objects=_rename(index.objects), natural_shapes=_rename(index.natural_shapes)
         )
 
     @cached_property
@@ -66,7 +66,7 @@ class NemoCheckpoint(TorchDistCheckpoint):
         return [*super().notices_of(view), *dropped]
 
 
-def _renamed(entries: Mapping[str, Value]) -> dict[str, Value]:
+def _rename(entries: Mapping[str, Value]) -> dict[str, Value]:
     """Return entries under Megatron's keys.
 
     Raises:

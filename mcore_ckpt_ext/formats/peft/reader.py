@@ -131,7 +131,7 @@ class PeftCheckpoint(WeightsAlone):
                 where=str(folder / ADAPTER),
                 hint="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
             )
-        stored = self._stored()
+        stored = self._stored_tensors()
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         self._of_model = self._fit.family.tensors(self._fit.arguments)
         adapters, self._shapes = adapters_read(
@@ -178,7 +178,7 @@ class PeftCheckpoint(WeightsAlone):
                 "reads differently",
             )
 
-    def _stored(self) -> dict[str, StoredTensor]:
+    def _stored_tensors(self) -> dict[str, StoredTensor]:
         file = next((name for name in ADAPTER_FILES if (self.folder / name).is_file()), None)
         if file is None:
             raise UnreadableCheckpointError(

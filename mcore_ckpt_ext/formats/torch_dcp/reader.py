@@ -71,14 +71,14 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
 
     def _state(self, weights: Mapping[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
         """Yield masters and moments by their keys in `torch_dist`."""
-        for name, arrays in self._owned(weights).items():
+        for name, arrays in self._owned_arrays(weights).items():
             for kind, array in arrays.items():
                 if array.shape != weights[name].shape:
                     raise self._unknown(f"{kind} of shape {array.shape}, a weight of {weights[name].shape}", name)
                 key = f"{_STATE}{kind}.{name}"
                 yield key, replace(array, key=key)
 
-    def _owned(self, weights: Mapping[str, StoredArray]) -> dict[str, dict[str, StoredArray]]:
+    def _owned_arrays(self, weights: Mapping[str, StoredArray]) -> dict[str, dict[str, StoredArray]]:
         """Return the optimizer's arrays of each parameter, by kind.
 
         Raises:

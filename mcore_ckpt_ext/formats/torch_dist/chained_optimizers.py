@@ -17,8 +17,8 @@ from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     has_experts,
     inner_state,
+    mark_undistributed,
     portable_chain,
-    undistributed,
 )
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, splits_layer_wise
@@ -64,9 +64,9 @@ class ChainedOptimizers:
         children = portable_chain(self._source, self._has_expert_optimizer)
         if self._is_resplit:
             by_muon = [child for child in children if _is_muons(child)]
-            return [*by_muon, *(_distributed(child, encoding) for child in children if not _is_muons(child))]
+            return [*by_muon, *(_distribute(child, encoding) for child in children if not _is_muons(child))]
         if not MAY_SPLIT_LAYER_WISE.is_of(self._version):
-            return undistributed(children)
+            return mark_undistributed(children)
         return [{**child, SHARDING_MARK: encoding} if SHARDING_MARK in child else child for child in children]
 
     def notes(self) -> Iterator[str]:
@@ -113,7 +113,7 @@ def _is_muons(child: Mapping[str, Any]) -> bool:
     return any(rule_of(group) == BY_MOMENTUM for group in inner_state(child)["param_groups"])
 
 
-def _distributed(child: Mapping[str, Any], encoding: str) -> dict[str, Any]:
+def _distribute(child: Mapping[str, Any], encoding: str) -> dict[str, Any]:
     """Convert the entry of an optimizer of whole parameters to that of a DistributedOptimizer."""
     inner = inner_state(child)
     step = (inner.get("state") or {}).get("common_step")

@@ -26,9 +26,9 @@ from mcore_ckpt_ext.formats.description import (
     stored_arguments,
 )
 from mcore_ckpt_ext.formats.external_weights import (
+    arguments_of_model,
     check_belonging,
     check_external_weights,
-    described_by_model,
     external_weights,
     other_weights_error,
 )
@@ -36,7 +36,7 @@ from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated
+from mcore_ckpt_ext.formats.weights_view import WeightsView, with_file_names
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.verl import STEP
@@ -107,7 +107,7 @@ class DescribedCheckpoint(FormatReader):
         if self._weights_source is not None:
             self.reader = reader = OverlayReader(self.reader, self._weights_source.files.reader)
             self.transfer = Transfer(reader)
-            self._source_weights = relocated(self._weights_source.model.weights(), reader.name_of)
+            self._source_weights = with_file_names(self._weights_source.model.weights(), reader.name_of)
         if opened is not None:
             self.index = opened.index
             self.weights_derived_from_masters = opened.weights_derived_from_masters
@@ -139,7 +139,7 @@ class DescribedCheckpoint(FormatReader):
     def recorded_arguments(self) -> JobArguments:
         """The properties of the job that are known without the index."""
         arguments = self._megatron_arguments
-        return arguments if arguments is not None and arguments.is_complete else self._described().arguments
+        return arguments if arguments is not None and arguments.is_complete else self._describe().arguments
 
     @cached_property
     def _megatron_arguments(self) -> JobArguments | None:
@@ -148,7 +148,7 @@ class DescribedCheckpoint(FormatReader):
             return None
         return megatron_arguments(stored_arguments(self.common), self.folder, self.found_sidecar.sidecar)
 
-    def _described(self) -> Description:
+    def _describe(self) -> Description:
         """Describe the job by auxiliary files and the user's options."""
         return described(self.reader, self._megatron_arguments, self.found_sidecar.sidecar, self._facts)
 
@@ -162,10 +162,10 @@ class DescribedCheckpoint(FormatReader):
         arguments = self._megatron_arguments
         if arguments is not None and arguments.is_complete:
             return Description(arguments, problems=contradicting(arguments, self.folder))
-        description = self._described()
+        description = self._describe()
         external = self._external
         if self._weights_source is not None:
-            description = description.with_model(described_by_model(self._weights_source))
+            description = description.with_model(arguments_of_model(self._weights_source))
         else:
             description = with_adjacent_model(description, self.weights, self.folder)
         layout = infer_layout(self.index, self.random_state_grid(), {**description.arguments.raw, **external.layout})

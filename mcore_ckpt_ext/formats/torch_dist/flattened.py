@@ -25,7 +25,7 @@ from mcore_ckpt_ext.formats.unread_state import (
     RERUN_STATE,
     UNKNOWN,
     UnreadState,
-    joined,
+    merge_entries,
     unread_job_state,
 )
 from mcore_ckpt_ext.model_space.names import ShardedKey
@@ -81,10 +81,10 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
         return common
 
     def _stored_object(self, key: str) -> Any:
-        return self._archived(self.stored_index.objects[key], key)
+        return self._load_archived(self.stored_index.objects[key], key)
 
     @override
-    def _unwrapped(self, loaded: Any, where: str) -> Any:
+    def _unwrap(self, loaded: Any, where: str) -> Any:
         return loaded
 
     @cached_property
@@ -99,7 +99,7 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @override
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        return joined(self._left_over())
+        return merge_entries(self._left_over())
 
     def _left_over(self) -> Iterator[UnreadState]:
         index = self.stored_index

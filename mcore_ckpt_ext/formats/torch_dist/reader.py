@@ -28,7 +28,7 @@ from mcore_ckpt_ext.formats.unread_state import (
     RERUN_STATE,
     UNKNOWN,
     UnreadState,
-    joined,
+    merge_entries,
     optimizer_kind,
     tensors_in,
     unread_common_state,
@@ -44,7 +44,7 @@ from mcore_ckpt_ext.optimizers.groups import checked_groups, keeps_nothing
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.optimizer_format import StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognized, unlabeled_format
+from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognize, unlabeled_format
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import is_stored
@@ -178,11 +178,11 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @override
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
         within = self._unread_in_objects() if objects else ()
-        return joined([*self._unread_keys(), *unread_common_state(self.common, COMMON_KEYS), *within])
+        return merge_entries([*self._unread_keys(), *unread_common_state(self.common, COMMON_KEYS), *within])
 
     def _unread_keys(self) -> Iterator[UnreadState]:
         """Yield arrays and objects of the index that are not read."""
-        claimed = {key for _, keys in recognized(self._optimizer_keys) for key in keys}
+        claimed = {key for _, keys in recognize(self._optimizer_keys) for key in keys}
         for key, array in self.index.arrays.items():
             if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
                 nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
@@ -206,7 +206,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         Raises:
             UnreadableCheckpointError: it is damaged.
         """
-        return self._archived(self.index.objects[key], key)
+        return self._load_archived(self.index.objects[key], key)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups as each rank group stored them, with repetitions.
@@ -295,11 +295,11 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         place = self.index.objects[key]
         return TorchArchive(self.reader, place.file, place.offset, place.length).with_values(self.object(key))
 
-    def _archived(self, place: StoredObject, key: str) -> Any:
+    def _load_archived(self, place: StoredObject, key: str) -> Any:
         archive = TorchArchive(self.reader, place.file, place.offset, place.length)
-        return self._unwrapped(archive.load(), f"{key}, {archive.where}")
+        return self._unwrap(archive.load(), f"{key}, {archive.where}")
 
-    def _unwrapped(self, loaded: Any, where: str) -> Any:
+    def _unwrap(self, loaded: Any, where: str) -> Any:
         """Return the object itself, which Megatron wraps in a list of one (strategies/torch.py)."""
         if not isinstance(loaded, list) or len(loaded) != 1:
             raise UnreadableCheckpointError(

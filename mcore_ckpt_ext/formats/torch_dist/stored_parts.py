@@ -35,10 +35,10 @@ def parts_of_torch_dist(index: DcpIndex, buffers: Callable[[], Sequence[Buffers]
         if key not in gathered:
             yield StoredPart(stored.file, OTHER, key, stored.length)
     if gathered:
-        yield from _gathered(index, gathered, buffers)
+        yield from _gather(index, gathered, buffers)
 
 
-def _gathered(index: DcpIndex, keys: Sequence[str], buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredPart]:
+def _gather(index: DcpIndex, keys: Sequence[str], buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredPart]:
     """Yield whole buffers in pickled objects, or the objects themselves if their content cannot be read."""
     try:
         of_optimizer = buffers()

@@ -208,7 +208,7 @@ class TorchDistTarget:
                 states.append((key, index or (0,), value))
                 counts[key] = tuple(map(max, counts.get(key, states[-1][1]), states[-1][1]))
         for key, index, value in states:
-            yield f"{key}/shard_{_dotted(index)}_{_dotted([count + 1 for count in counts[key]])}", value
+            yield f"{key}/shard_{_join_dots(index)}_{_join_dots([count + 1 for count in counts[key]])}", value
         yield from self._random_states.items()
 
     def _final_norm_states(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class TorchDistTarget:
         axes = 3 if GRID_OF_EXPERTS_HAS_DATA_RANKS.is_of(self._version) and layout.expert > 1 else 2
         if len(grid) == axes and len(states) == prod(grid):
             for place, value in states.items():
-                yield f"rng_state/shard_{_dotted(place)}_{_dotted(grid)}", value
+                yield f"rng_state/shard_{_join_dots(place)}_{_join_dots(grid)}", value
 
     def _common(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Return the common state as that version's `save_checkpoint` writes it."""
@@ -246,7 +246,7 @@ class TorchDistTarget:
         content: dict[str, Any] = {}
         if source.optimizer.format() is not None:
             encoding = portable_format(self._version)
-            children = self._chain.entries(encoding) or self._distributed(encoding)
+            children = self._chain.entries(encoding) or self._distributed_entries(encoding)
             common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
             if any(SHARDING_MARK in child for child in children):
                 content["distrib_optim_sharding_type"] = encoding
@@ -264,7 +264,7 @@ class TorchDistTarget:
             common[WRITTEN_FOR] = getattr(common.pop("args"), WRITTEN_FOR)
         return common
 
-    def _distributed(self, encoding: str) -> list[dict[str, Any]]:
+    def _distributed_entries(self, encoding: str) -> list[dict[str, Any]]:
         """Return an entry for each distributed optimizer: dense parameters, then experts."""
         children = []
         for groups in distinct_groups(self._checkpoint.optimizer.param_groups(), self._has_expert_optimizer):
@@ -319,7 +319,7 @@ def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Ite
     yield Chunk(offsets, (1,) * axes + (region.numel,), target_slice)
 
 
-def _dotted(numbers: Sequence[int]) -> str:
+def _join_dots(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
 
 

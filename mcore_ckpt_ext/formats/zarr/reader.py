@@ -69,7 +69,7 @@ class ZarrCheckpoint(TorchDistCheckpoint):
     def _read_index(self) -> DcpIndex:
         return self.folder_index.content_by(read_index)
 
-    def _unwrapped(self, loaded: Any, where: str) -> Any:
+    def _unwrap(self, loaded: Any, where: str) -> Any:
         """Return the object itself; in this format it is not wrapped in a list."""
         return loaded
 

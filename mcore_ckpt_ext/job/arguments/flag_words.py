@@ -47,7 +47,7 @@ def _of_rows() -> Iterator[tuple[str, str]]:
 _STORED: Mapping[str, str] = {**dict(_of_rows()), **_OTHERS}
 
 
-def stored_as(words: str) -> str | None:
+def stored_argument(words: str) -> str | None:
     """Return the argument of a flag, with the value of a switch; None if its words are the name.
 
     Args:

@@ -66,7 +66,7 @@ _LATENT = (changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT))
 _YARN = (changes(WITH_YARN, neutral=None), value(WITH_YARN), bridge(WITH_YARN))
 
 
-def _scaled(field: str) -> tuple[Changes, Flag, tuple[BridgeField, ...]]:
+def _yarn_names(field: str) -> tuple[Changes, Flag, tuple[BridgeField, ...]]:
     """Return them for an argument of YaRN; without latent attention its field is `field`."""
     fields = bridge(WITH_LATENT) + bridge(WITH_YARN, name=field)
     return changes(WITH_YARN, WITH_LATENT), value(WITH_LATENT, WITH_YARN), fields
@@ -217,9 +217,9 @@ class ModelTable:
     )
 
     # Positions scaled by YaRN, with and without latent attention.
-    rotary_scaling_factor = Argument(ABOVE_ZERO.default(1.0), *_scaled("yarn_rotary_scaling_factor"), since="0.10")
-    mscale = Argument(NUMBER.default(1.0), *_scaled("yarn_mscale"), since="0.11")
-    mscale_all_dim = Argument(NUMBER.default(0.0), *_scaled("yarn_mscale_all_dim"), since="0.11")
+    rotary_scaling_factor = Argument(ABOVE_ZERO.default(1.0), *_yarn_names("yarn_rotary_scaling_factor"), since="0.10")
+    mscale = Argument(NUMBER.default(1.0), *_yarn_names("yarn_mscale"), since="0.11")
+    mscale_all_dim = Argument(NUMBER.default(0.0), *_yarn_names("yarn_mscale_all_dim"), since="0.11")
     yarn_original_max_position_embeddings = Argument(
         ELEMENT_COUNT.default(4096),
         changes(WITH_YARN, neutral=None),

@@ -99,7 +99,7 @@ class _Fiddle:
 
     def fields(self, value: Any) -> dict[str, Any]:
         """Return the fields of a configuration, unresolved."""
-        node = self._resolved(value)
+        node = self._resolve(value)
         items = node.get("items") if isinstance(node, Mapping) else None
         fields: dict[str, Any] = {}
         for item in items if isinstance(items, list) else ():
@@ -113,7 +113,7 @@ class _Fiddle:
         return {name: plain_value for name, item in fields.items() if (plain_value := self._value(item)) is not None}
 
     def _value(self, value: Any) -> Any:
-        node = self._resolved(value)
+        node = self._resolve(value)
         if not isinstance(node, Mapping):
             return node if is_plain(node) else None
         if node.get("type") == "leaf":
@@ -127,7 +127,7 @@ class _Fiddle:
             return values if is_plain(values) else None
         return None
 
-    def _resolved(self, value: Any) -> Any:
+    def _resolve(self, value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("type") == "ref":
             return self._objects.get(str(value.get("key")))
         return value

@@ -46,7 +46,7 @@ class Ending:
             return
         self._is_watched = True
         sys.exit = self._exit(sys.exit)
-        sys.excepthook = _recorded(sys.excepthook)
+        sys.excepthook = _record(sys.excepthook)
 
     def _exit(self, original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         @functools.wraps(original)
@@ -87,7 +87,7 @@ def _code_of(status: object) -> int:
     return status if isinstance(status, int) else 1
 
 
-def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+def _record(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return an `excepthook` that also writes what ends this process to torchrun's file of errors."""
 
     @functools.wraps(original)

@@ -26,7 +26,7 @@ _MODEL_ARGUMENTS = (*MODEL_SIZE_ARGUMENTS, *SWITCHES, *WEIGHT_SHARDS)
 BUFFER_ARGUMENTS = {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == "ddp"}
 
 
-def unwrapped(model: Any) -> list[Any]:
+def unwrap_model(model: Any) -> list[Any]:
     """Return the chunks of a model without wrappers for precision and gradients."""
     chunks = []
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
@@ -49,7 +49,7 @@ def chunks_of(optimizer: Any) -> list[Any]:
             found=type(optimizer).__name__,
             hint="call mcore_ckpt_ext.load_optimizer(path, model, optimizer)",
         )
-    return unwrapped(list(dict.fromkeys(chunks)))
+    return unwrap_model(list(dict.fromkeys(chunks)))
 
 
 def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:

@@ -18,7 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import agreed_here, rank_and_size
+from mcore_ckpt_ext.collectives import agree_here, rank_and_size
 from mcore_ckpt_ext.devices import host_buffer
 from mcore_ckpt_ext.group_device import payload_device
 from mcore_ckpt_ext.planning.overlap import Runs
@@ -94,10 +94,10 @@ class ReadOnce:
         reads: list[PlannedRead] = []
         for read in plan.reads:
             payload = transfer.locate(read.extent)
-            reads += self._divided(read, payload, places.get(payload.file, [])) if is_plain(read, payload) else [read]
+            reads += self._divide(read, payload, places.get(payload.file, [])) if is_plain(read, payload) else [read]
         self._own = replace(plan, reads=reads)
 
-    def _divided(
+    def _divide(
         self, read: PlannedRead, payload: TensorLocation, places: list[tuple[int, int, int, int]]
     ) -> Iterator[PlannedRead]:
         """Yield the parts of a read that this rank reads for itself; record those that come in messages.
@@ -153,7 +153,7 @@ class ReadOnce:
             except Exception as error:  # noqa: BLE001 - raised below, when no rank waits for this one
                 problems.append(error)
 
-        read_into, received = agreed_here("making room for what is read once", self._room, "nothing was sent")
+        read_into, received = agree_here("making room for what is read once", self._room, "nothing was sent")
         with ThreadPoolExecutor(1, thread_name_prefix="mcore_ckpt_ext") as pool:
             ahead = self._read_ahead(pool, read_into)
             for message, parts in zip(self._messages, self._parts, strict=True):

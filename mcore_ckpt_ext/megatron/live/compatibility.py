@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import (
     counted,
     join_some,
 )
-from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
+from mcore_ckpt_ext.formats.adapter_order import loop_of, size_ordered_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -22,7 +22,7 @@ from mcore_ckpt_ext.megatron.live.model import NEW, NameFunction, quantization_c
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.anatomy import is_output_layer, output_layer_of, word_embeddings_in
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
-from mcore_ckpt_ext.model_space.names import renamed_as_in
+from mcore_ckpt_ext.model_space.names import name_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.settings import ACCEPT_LOST
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -49,7 +49,7 @@ def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArgum
         layers = checkpoint.job.arguments().num_layers
         of_gpt = names_in_gpt(str(arguments.hybrid_layer_pattern), layers, live)
         counterparts = {name: NEW + name if in_gpt is None else in_gpt for name, in_gpt in of_gpt.items()}
-    spelled = {name: renamed_as_in(stored_names, counterpart) for name, counterpart in counterparts.items()}
+    spelled = {name: name_in(stored_names, counterpart) for name, counterpart in counterparts.items()}
     return str if all(map(eq, spelled, spelled.values())) else lambda name: spelled.get(name, name)
 
 
@@ -149,7 +149,7 @@ def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, argument
         UnsupportedCheckpointError: the checkpoint has such adapters.
     """
     moved = "tensor" in checkpoint.job.layout.unknown or checkpoint.job.layout.tensor != running.tensor
-    if moved and (wrong := ordered_by_size(checkpoint, arguments)):
+    if moved and (wrong := size_ordered_adapters(checkpoint, arguments)):
         raise UnsupportedCheckpointError(
             f"{loop_of(wrong)} reads the rows of these adapters wrongly under another tensor parallel size",
             found=f"{join_some(wrong, 2)}, under TP{running.tensor}",

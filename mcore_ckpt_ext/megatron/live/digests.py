@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import attempt, gather, listed_of_all, text_of
+from mcore_ckpt_ext.collectives import attempt, gather, list_reasons_of_all, text_of
 from mcore_ckpt_ext.errors import counted
 from mcore_ckpt_ext.group_device import payload_device
 from mcore_ckpt_ext.layout.additive_digest import digest_on_device, format_digest, join_digests
@@ -49,7 +49,7 @@ class Digester:
 
         problem = attempt(inspect_here)  # every rank must reach `gather`, and the save must not fail
         of_ranks = gather((places, problem))
-        if problems := listed_of_all([text for _, text in of_ranks]):
+        if problems := list_reasons_of_all([text for _, text in of_ranks]):
             self.report_failure(problems)
         self.places = [] if problems else sorted({place for of_rank, _ in of_ranks for place in of_rank})
         self._failed: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class Digester:
         if self._failed is not None:
             return True
         allocated: list[torch.Tensor] = []
-        if problems := listed_of_all(gather(attempt(lambda: allocated.append(self._zeros())))):
+        if problems := list_reasons_of_all(gather(attempt(lambda: allocated.append(self._zeros())))):
             self.report_failure(problems)
             return False
         (self._failed,) = allocated

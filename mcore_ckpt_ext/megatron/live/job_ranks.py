@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agreed, is_first_rank, rank_and_size
+from mcore_ckpt_ext.collectives import agree, is_first_rank, rank_and_size
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who, agreements
 
 
@@ -43,7 +43,7 @@ def _perform(together: Sequence[Phase], resume: Any, performer: Any) -> None:
                 sent.append(None if phase.collect is None else result)
         return sent
 
-    results = agreed(first.name, work, first.consequence)
+    results = agree(first.name, work, first.consequence)
     for number, phase in enumerate(performed):
         if phase.collect is not None:
             phase.collect(resume, performer, [of_rank[number] for of_rank in results])

@@ -168,10 +168,10 @@ def live_mismatches(
     except CheckpointError:
         if not mismatches:
             raise
-    return _named(mismatches, chunks) if mismatches else []
+    return _name_mismatches(mismatches, chunks) if mismatches else []
 
 
-def _named(mismatches: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveMismatch]:
+def _name_mismatches(mismatches: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveMismatch]:
     """Return the mismatches under the names in checkpoints; parameters that are never stored keep theirs."""
     live = live_parameters(chunks)
     return [

@@ -58,13 +58,13 @@ NEW = "new."
 
 def model_tensors(chunks: Chunks, spell: NameFunction = str) -> list[LiveParameter]:
     """Return all parameters and buffers in the sharded state dicts of the model chunks."""
-    return [_described(entry, spell) for entry in _stored(chunks) if isinstance(entry.data, torch.Tensor)]
+    return [_describe(entry, spell) for entry in _stored_tensors(chunks) if isinstance(entry.data, torch.Tensor)]
 
 
 def live_parameters(chunks: Chunks, spell: NameFunction = str) -> dict[int, LiveParameter]:
     """Return all parameters and buffers of the chunks by `id`, described by their sharded state dicts."""
     held = _held(chunks)
-    return {id(entry.data): _described(entry, spell) for entry in _stored(chunks) if id(entry.data) in held}
+    return {id(entry.data): _describe(entry, spell) for entry in _stored_tensors(chunks) if id(entry.data) in held}
 
 
 def parameters_as_named(chunks: Chunks) -> dict[int, LiveParameter]:
@@ -85,9 +85,9 @@ def held_among(stored: Iterable[LiveParameter], chunks: Chunks) -> dict[int, Liv
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
 
 
-def _stored(chunks: Chunks) -> Iterator[Any]:
+def _stored_tensors(chunks: Chunks) -> Iterator[Any]:
     """Yield the descriptions of tensors in the sharded state dicts of the chunks."""
-    entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
+    entries = (entry for chunk in chunks for entry in _entries(_sharded_state_dict(chunk)))
     return (entry for entry in entries if getattr(entry, "data", None) is not None)
 
 
@@ -111,7 +111,7 @@ def trained_names(chunks: Chunks, live: Mapping[int, LiveParameter]) -> list[str
     return list(dict.fromkeys(name for parameter in trained for name in parameter.tensors))
 
 
-def _sharded(chunk: Any) -> Any:
+def _sharded_state_dict(chunk: Any) -> Any:
     """Return a chunk's sharded state dict, made with the chunk's own process groups if it has any.
 
     Without these, `ensure_metadata_has_dp_cp_group` uses `parallel_state` (megatron/core/transformer/utils.py,
@@ -128,7 +128,7 @@ def _entries(tree: Any) -> Iterator[Any]:
             yield leaf
 
 
-def _described(entry: Any, spell: NameFunction) -> LiveParameter:
+def _describe(entry: Any, spell: NameFunction) -> LiveParameter:
     if not hasattr(entry, "build_fn"):
         region, tensor = _region(entry, spell)
         return LiveParameter(entry.data, (region,), {tensor.name: tensor}, bool(entry.allow_shape_mismatch))

@@ -65,7 +65,7 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: b
             counterpart has other bounds, and another live group differs from it only in bounds.
     """
     whole = with_defaults(stored)
-    return [_carried(group, live, whole, own_bounds) for group in live]
+    return [_carry_settings(group, live, whole, own_bounds) for group in live]
 
 
 def takes_own_bounds(arguments: Mapping[str, Any], version: tuple[int, int]) -> bool:
@@ -123,7 +123,7 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
     return iteration
 
 
-def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_bounds: bool) -> dict[str, Any]:
+def _carry_settings(group: Group, live: Sequence[Group], stored: Sequence[Group], own_bounds: bool) -> dict[str, Any]:
     live_settings = {key: value for key, value in group.items() if key != "params"}
     stored = [candidate for candidate in stored if rule_of(candidate) == rule_of(group)] or stored
     matches = [candidate for candidate in stored if _identity(candidate) == _identity(group)]

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
-from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, renamed_as_in, stacked_axes
+from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, name_in, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice, make_plan
@@ -32,7 +32,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def with_stored_key(entry: Any, checkpoint: TorchDistCheckpoint) -> Any:
     """Return a ShardedTensor with the checkpoint's key, which differs if another layer spec wrote it."""
-    key = renamed_as_in(checkpoint.index.arrays, entry.key)
+    key = name_in(checkpoint.index.arrays, entry.key)
     return entry if key == entry.key else replace(entry, key=key)
 
 
@@ -142,7 +142,7 @@ class ShardedLoad:
         """
         self._requested = requested
         self._transfer = checkpoint.transfer
-        self._plan = make_plan([_wanted(entry) for entry in requested], StoredArrays(checkpoint.index.arrays))
+        self._plan = make_plan([_target_slice(entry) for entry in requested], StoredArrays(checkpoint.index.arrays))
         self._reader = checkpoint.reader
         self._once: ReadOnce | None = None
         self._payloads = [self._transfer.locate(read.extent) for read in self._plan.reads]
@@ -192,7 +192,7 @@ class ShardedLoad:
         return tensors
 
 
-def _wanted(entry: Any) -> TargetSlice:
+def _target_slice(entry: Any) -> TargetSlice:
     region = Region(entry.key, tuple(entry.global_offset), _sizes(entry))
     dtype = str(entry.dtype).removeprefix("torch.")
     tensor = LogicalTensor(entry.key, tuple(entry.global_shape), dtype)

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mcore_ckpt_ext import __version__
-from mcore_ckpt_ext.collectives import attempt, gather, listed_of_all
+from mcore_ckpt_ext.collectives import attempt, gather, list_reasons_of_all
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import (
@@ -80,7 +80,7 @@ class PackingRecorder:
             return PendingSidecar(lambda: None, lambda saved: "")
         if optimizer not in self._groups:
             live = chunks()
-            self._groups[optimizer] = self._gathered(live, optimizer)
+            self._groups[optimizer] = self._gather_groups(live, optimizer)
             self._digesters[optimizer] = Digester(live, optimizer, self._log)
         digests = self._digesters[optimizer].begin(optimizer, in_background)
         groups = self._groups[optimizer]
@@ -88,15 +88,15 @@ class PackingRecorder:
             digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded())
         )
 
-    def _gathered(self, chunks: Chunks, optimizer: Any) -> tuple[RecordedGroup, ...]:
+    def _gather_groups(self, chunks: Chunks, optimizer: Any) -> tuple[RecordedGroup, ...]:
         local_groups: list[RecordedGroup] = []
         # Every rank must reach `gather`, and the save must not fail.
         problem = attempt(lambda: local_groups.extend(recorded_groups(chunks, optimizer)))
         of_ranks = gather((local_groups, problem))
-        if problems := listed_of_all([text for _, text in of_ranks]):
+        if problems := list_reasons_of_all([text for _, text in of_ranks]):
             self._log(f"no sidecar for this job: {problems}; a resume will recover the packing instead")
             return ()
-        return merged(group for groups, _ in of_ranks for group in groups)
+        return merge_groups(group for groups, _ in of_ranks for group in groups)
 
     def _text(
         self,
@@ -159,7 +159,7 @@ def _buckets(optimizer: Any, live: Mapping[int, LiveParameter]) -> Iterable[Reco
             )
 
 
-def merged(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:
+def merge_groups(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:
     """Merge groups with equal buffers, such as tensor-parallel siblings, into one entry."""
     indices: dict[tuple[int, tuple[RecordedBucket, ...]], set[int]] = {}
     for group in groups:

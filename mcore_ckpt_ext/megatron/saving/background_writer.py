@@ -37,7 +37,7 @@ class Report:
 
     def observed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that its errors are reported here; another process can unpickle the result."""
-        return partial(_observed, work, str(self._path))
+        return partial(_observe, work, str(self._path))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -63,15 +63,15 @@ class Report:
     def failure(self) -> str | None:
         """Return that the writer failed, and its output; None if it has reported no failure."""
         problem = "its writer failed"
-        return None if (text := self.added_to(problem)) == problem else text
+        return None if (text := self.with_output(problem)) == problem else text
 
-    def added_to(self, problem: str) -> str:
+    def with_output(self, problem: str) -> str:
         """Return the problem, followed by the writer's own output."""
         output = self.read()
         return f"{problem}\n    its output: {output}".replace("\n", "\n    ") if output else problem
 
 
-def _observed(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
+def _observe(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
     end_with_parent()
     with _recording(path):
         try:

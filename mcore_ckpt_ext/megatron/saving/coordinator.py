@@ -108,7 +108,7 @@ class Coordinator:
         redirected = self._ranks.is_first and (save.asynchronous or not must_track or save.was_tracked)
         try:
             listening = contextlib.nullcontext() if save.asynchronous else save.report.listening()
-            with self._activated(save), listening:
+            with self._activate(save), listening:
                 if not save.asynchronous:
                     save.become(State.WRITING)
                 result = stock(redirected)
@@ -139,7 +139,7 @@ class Coordinator:
     def poll(self, writers: Writers, stock: Stock) -> Any:
         """Run one `maybe_finalize_async_save` of a training step."""
         self._publisher.finish(wait=False)
-        return self._polled(writers, stock) if self._at(State.WRITING) else stock()
+        return self._poll(writers, stock) if self._at(State.WRITING) else stock()
 
     def drain(self, writers: Writers, poll: Stock, stock: Stock, ending: bool) -> Any:
         """Run one `maybe_finalize_async_save` that waits, but never for a dead writer.
@@ -151,7 +151,7 @@ class Coordinator:
         """
         self._publisher.finish(wait=False)
         while self._at(State.WRITING) and not writers.are_done():
-            self._polled(writers, poll)
+            self._poll(writers, poll)
             for save in self._at(State.WRITING):
                 save.stalled += _POLL_SECONDS
             self._sleep(_POLL_SECONDS if self._at(State.WRITING) else 0)
@@ -181,7 +181,7 @@ class Coordinator:
             save.index_problem = problem
             return results[0] if results else None
         if save is not None and problem is not None:
-            problem = save.report.added_to(problem)
+            problem = save.report.with_output(problem)
         if (reason := self._ranks.agree_on(Point.INDEX, problem)) is not None:
             failure = "the index could not be written" if save is None else f"iteration {save.iteration} was not saved"
             raise SaveFailedError(f"{failure}:\n  {reason}")
@@ -191,7 +191,7 @@ class Coordinator:
         return [save for save in self._saves if save.state is state]
 
     @contextlib.contextmanager
-    def _activated(self, save: Save) -> Iterator[None]:
+    def _activate(self, save: Save) -> Iterator[None]:
         self._active, before = save, self._active
         try:
             yield
@@ -216,7 +216,7 @@ class Coordinator:
         save.become(State.COMMITTED)
         return self._publisher.announce(save) if self._ranks.is_first else None
 
-    def _polled(self, writers: Writers, stock: Stock) -> Any:
+    def _poll(self, writers: Writers, stock: Stock) -> Any:
         try:
             return stock()
         except WriterLostError as error:
@@ -238,7 +238,7 @@ class Coordinator:
         """
         began = self._now()
         problem = None
-        with self._activated(save):
+        with self._activate(save):
             for step in (step for step in steps if not step.is_of_script):
                 if problem is None:
                     problem = attempt(step.run)
@@ -246,7 +246,7 @@ class Coordinator:
                 if problem is not None and step.has_barrier:
                     self._ranks.barrier()
         # The reason may be empty: an error that Megatron collects from all ranks has a text on rank 0 only.
-        reason = self._ranks.agree_on(Point.FINALIZE, None if problem is None else save.report.added_to(problem))
+        reason = self._ranks.agree_on(Point.FINALIZE, None if problem is None else save.report.with_output(problem))
         save.stalled += self._now() - began
         if reason is not None:
             raise _NotFinalizedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
@@ -276,7 +276,7 @@ class Coordinator:
 
     def _with_report(self, problem: str) -> str:
         writing = self._at(State.WRITING)
-        return writing[0].report.added_to(problem) if writing else problem
+        return writing[0].report.with_output(problem) if writing else problem
 
     def _fail_reported(self) -> list[tuple[Save, str]]:
         """Give up the saves of which a writer has reported a failure; others may still be completed.

@@ -31,7 +31,7 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
     # Compare the keys only if the numbers differ: a large checkpoint has hundreds of thousands.
     entries = metadata.state_dict_metadata.values()
     planned = sum(len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1 for entry in entries)
-    lacking = [index for index in _expected(metadata) if index not in records] if planned != len(records) else []
+    lacking = [index for index in _expectations(metadata) if index not in records] if planned != len(records) else []
     if lacking:
         total = len(lacking) + len(records)
         yield f"{len(lacking):,} of {counted(total, 'record')} were not written by any rank, first {lacking[0].fqn}"
@@ -62,7 +62,7 @@ def _size(path: Path) -> int:
         return -1
 
 
-def _expected(metadata: Metadata) -> Iterator[MetadataIndex]:
+def _expectations(metadata: Metadata) -> Iterator[MetadataIndex]:
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             yield from (MetadataIndex(name, chunk.offsets) for chunk in stored.chunks)

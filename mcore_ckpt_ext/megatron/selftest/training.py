@@ -61,7 +61,7 @@ class Training:
     @property
     def chunks(self) -> Sequence[Any]:
         """The model without its wrappers."""
-        return [_unwrapped(chunk) for chunk in self.model]
+        return [_unwrap(chunk) for chunk in self.model]
 
     def step(self) -> float | None:
         """Train one iteration; return its loss on the ranks of the last pipeline stage, else None."""
@@ -118,8 +118,8 @@ def _do_nothing() -> None:
     """Compile nothing."""
 
 
-def _unwrapped(chunk: Any) -> Any:
-    return _unwrapped(chunk.module) if hasattr(chunk, "module") else chunk
+def _unwrap(chunk: Any) -> Any:
+    return _unwrap(chunk.module) if hasattr(chunk, "module") else chunk
 
 
 def _model(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any) -> Any:

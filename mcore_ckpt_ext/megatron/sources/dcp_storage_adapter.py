@@ -204,10 +204,10 @@ class DcpStorageAdapter(ABC):
                     where=f"{key}, {self._folder}",
                     hint="resume with the model and optimizer arguments that the checkpoint was written with",
                 )
-        fitted = {key: self._fitted(arrays[key], live[key]) for key in requested}
+        fitted = {key: self._fit(arrays[key], live[key]) for key in requested}
         self._reader = VirtualStorageReader(fitted, objects, self._filler)
 
-    def _fitted(self, array: FsdpArray, live: torch.Tensor) -> FsdpArray:
+    def _fit(self, array: FsdpArray, live: torch.Tensor) -> FsdpArray:
         """Return an array in the shape of the live tensor: the padding of the vocabulary may differ.
 
         Raises:

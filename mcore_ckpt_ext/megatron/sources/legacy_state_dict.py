@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.collectives import agreed
+from mcore_ckpt_ext.collectives import agree
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, counted
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
@@ -47,7 +47,7 @@ _LAYOUT_ARGUMENTS = (
 
 
 @contextmanager
-def presented(
+def present(
     scope: Scope,
     session: LoadSession,
     chunks: Chunks,
@@ -65,7 +65,7 @@ def presented(
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
     """
     arguments = scope["get_args"]()
-    names_of_ranks = agreed("reading the live model", lambda: live_names(model_tensors(chunks)))
+    names_of_ranks = agree("reading the live model", lambda: live_names(model_tensors(chunks)))
     live = {name for names in names_of_ranks for name in names}
     state: dict[str, Any] = {}
     releases: list[bool] = []
@@ -77,7 +77,7 @@ def presented(
         releases.append(checkpoint.job.is_release)
         return missing, unknown
 
-    missing, unknown = map(sum, zip(*agreed("cutting the weights", cut), strict=True))
+    missing, unknown = map(sum, zip(*agree("cutting the weights", cut), strict=True))
     if missing:
         announce(missing_extra_states_message(missing))
     if unknown:

@@ -56,7 +56,7 @@ class VirtualStorageReader(StorageReader):
         tensors = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._pickled(item.storage_index.fqn))
+                planner.load_bytes(item, self._pickle(item.storage_index.fqn))
             else:
                 tensors.append((item, planner.resolve_tensor(item).detach()))
         with ThreadPoolExecutor(DEFAULT_WORKERS, thread_name_prefix="mcore_ckpt_ext") as pool:
@@ -69,7 +69,7 @@ class VirtualStorageReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _pickled(self, key: str) -> io.BytesIO:
+    def _pickle(self, key: str) -> io.BytesIO:
         data = io.BytesIO()
         torch.save(with_torch_dtypes(self._objects[key]), data)
         data.seek(0)

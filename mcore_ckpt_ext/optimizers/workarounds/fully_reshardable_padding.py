@@ -41,9 +41,7 @@ class _Shifted:
     buffer: PackedBuffer
 
 
-def unshifted(
-    written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]
-) -> OptimizerState:
+def unshift(written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]) -> OptimizerState:
     """Return a `fully_reshardable` state that reads shifted parameters from their elements' positions.
 
     Lost elements are missing from `stored`, so that planning their tensor is refused.
@@ -55,7 +53,7 @@ def unshifted(
         return [
             piece
             for parameter in shifted[name]
-            for piece in cut(parameter.placement, _joined(written, models, kind, parameter))
+            for piece in cut(parameter.placement, _join_buffers(written, models, kind, parameter))
         ]
 
     def lost(kind: str, name: str) -> list[tuple[int, int]]:
@@ -84,7 +82,7 @@ def unshifted(
     )
 
 
-def repaired(
+def repair(
     written: ModelSpaceState,
     models: LocalModels,
     orders: Iterable[ParameterOrder],
@@ -96,10 +94,10 @@ def repaired(
     If none passes, it is returned as written; the master check then refuses wrong values.
     """
     for order in orders:
-        shifted = _shifted(models, order)
+        shifted = _shifted_parameters(models, order)
         if not shifted or masters_hold(written, shifted, weights, transfer):
             return written
-        state = unshifted(written, models, shifted)
+        state = unshift(written, models, shifted)
         if masters_hold(state, shifted, weights, transfer):
             return state
     return written
@@ -110,10 +108,10 @@ def shifted_names(models: LocalModels, order: ParameterOrder) -> list[str]:
 
     Ranks and order are assumed to be those of the writer.
     """
-    return list(_shifted(models, order))
+    return list(_shifted_parameters(models, order))
 
 
-def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shifted]]:
+def _shifted_parameters(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shifted]]:
     """Return all local parameters after some end padding, by name, the preferred copy first."""
     shifted: dict[str, list[_Shifted]] = {}
     ranks = {rank for name in models.weights for rank in models.ranks_of(name)}
@@ -128,7 +126,7 @@ def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shif
     return shifted
 
 
-def _joined(written: ModelSpaceState, models: LocalModels, kind: str, shifted: _Shifted) -> FlatArray:
+def _join_buffers(written: ModelSpaceState, models: LocalModels, kind: str, shifted: _Shifted) -> FlatArray:
     """Return the joined buffer of one rank, as far as it is in slots that this rank saved.
 
     The slot of a parameter at padded position p contains the elements from p on of the joined buffer, and zeros beyond

@@ -40,11 +40,11 @@ def test_each_kind_of_phase_gets_its_arguments() -> None:
 def test_neighbors_of_one_name_end_with_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def agreed(name: str, work: Any, consequence: str) -> list[Any]:
+    def agree(name: str, work: Any, consequence: str) -> list[Any]:
         asked.append(name)
         return [work()]
 
-    monkeypatch.setattr(job_ranks, "agreed", agreed)
+    monkeypatch.setattr(job_ranks, "agree", agree)
     phases = [
         phase("one", Who.EVERY_RANK), phase("one", Who.EACH_RANK), phase("two", Who.ALL_ALIKE),
         phase("two", Who.EVERY_RANK), phase("three", Who.FRAMEWORK), phase("four", Who.EACH_RANK),

@@ -82,7 +82,7 @@ class DistributedAdapter(PlainAdapter):
         )
 
     @override
-    def _stepped(self, shard: LiveShard) -> torch.Tensor:
+    def _step_tensor(self, shard: LiveShard) -> torch.Tensor:
         group, order = self._optimizer.model_param_group_index_map[shard.live.parameter]
         stepped: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
         return stepped

@@ -76,7 +76,7 @@ class OffloadedAdapter(DistributedAdapter):
         return False
 
     def _kept(self, shard: LiveShard) -> torch.Tensor:
-        inner: torch.Tensor = self._hybrid.param_to_inner_param[self._stepped(shard)]
+        inner: torch.Tensor = self._hybrid.param_to_inner_param[self._step_tensor(shard)]
         return inner
 
 

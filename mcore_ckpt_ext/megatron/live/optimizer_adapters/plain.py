@@ -58,7 +58,7 @@ class PlainAdapter(ABC):
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
         """Take fp32 moments; `values` must not be changed afterwards."""
         state = self._optimizer.optimizer.state
-        stepped = self._stepped(shard)
+        stepped = self._step_tensor(shard)
         state[stepped] = {**state.get(stepped, {}), kind: values.view(stepped.shape)}
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
@@ -73,12 +73,12 @@ class PlainAdapter(ABC):
         return is_alone(kept)
 
     @abstractmethod
-    def _stepped(self, shard: LiveShard) -> torch.Tensor:
+    def _step_tensor(self, shard: LiveShard) -> torch.Tensor:
         """Return the tensor in the inner optimizer's parameter groups."""
 
     def _kept(self, shard: LiveShard) -> torch.Tensor:
         """Return the masters: the tensor that is stepped is an fp32 copy of the weights, or fp32 weights."""
-        return self._stepped(shard)
+        return self._step_tensor(shard)
 
 
 def is_alone(tensor: torch.Tensor) -> bool:

@@ -50,17 +50,17 @@ class PrecisionAwareAdapter(DistributedAdapter):
 
     @override
     def master(self, shard: LiveShard) -> torch.Tensor:
-        stepped = self._stepped(shard).detach()
+        stepped = self._step_tensor(shard).detach()
         if not self._is_inside(shard):
             return stepped.view(-1)
-        if _MASTER not in self._fused.state.get(self._stepped(shard), {}):
+        if _MASTER not in self._fused.state.get(self._step_tensor(shard), {}):
             return stepped.view(-1).float()  # the first step starts from the weights
-        kept = self._fused.get_unscaled_state(self._stepped(shard), _MASTER).view(-1)
+        kept = self._fused.get_unscaled_state(self._step_tensor(shard), _MASTER).view(-1)
         return join(stepped.view(-1), kept) if kept.dtype == torch.int16 else kept
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """Take masters. With remainders, the caller writes the weights, see `rounded`."""
-        stepped = self._stepped(shard)
+        stepped = self._step_tensor(shard)
         masters = values
         if self._has_remainder(shard):
             masters = split(values)[1]
@@ -77,7 +77,7 @@ class PrecisionAwareAdapter(DistributedAdapter):
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
         """Store moments in their own dtype, with their scale."""
-        stepped = self._stepped(shard)
+        stepped = self._step_tensor(shard)
         self._fused.set_scaled_state(stepped, kind, values.view(stepped.shape))
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
@@ -90,10 +90,10 @@ class PrecisionAwareAdapter(DistributedAdapter):
         return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", True))
 
     def _is_inside(self, shard: LiveShard) -> bool:
-        return self._keeps_masters and self._stepped(shard).dtype != torch.float32
+        return self._keeps_masters and self._step_tensor(shard).dtype != torch.float32
 
     def _has_remainder(self, shard: LiveShard) -> bool:
-        remainders = self._fused.store_param_remainders and self._stepped(shard).dtype == torch.bfloat16
+        remainders = self._fused.store_param_remainders and self._step_tensor(shard).dtype == torch.bfloat16
         return bool(self._keeps_masters and remainders)
 
     def _check(self, shard: LiveShard) -> None:

@@ -74,5 +74,5 @@ class UndistributedAdapter(PlainAdapter):
         return {id(self._parameters.get(id(master), master)): master for master in masters}
 
     @override
-    def _stepped(self, shard: LiveShard) -> torch.Tensor:
+    def _step_tensor(self, shard: LiveShard) -> torch.Tensor:
         return self._masters[id(shard.live.parameter)]
