@@ -21,6 +21,8 @@ EMPTY_NAMES = {"found", "one", "own", "known", "wanted", "what"}
 PREPOSITIONS = ("in", "of", "from", "to", "with", "without", "by", "at", "on", "for", "after", "before", "as")
 # Methods that the field names so: alternative constructors, conversions, changed copies.
 ACCEPTED = ("from_", "to_", "with_", "as_")
+# `merged`, which a list of imports does not explain; with its noun (`merged_view`) it is one.
+PARTICIPLE = re.compile(r"[a-z]+ed")
 # A number, then perhaps an adjective, then things that are counted: `errors.counted` knows "1 file" from "2 files".
 COUNTABLE = re.compile(
     r" (?:(?!of|for|in|by|on|to|lists)[\w-]+ )?(?:arrays|axes|blocks|bytes|characters|checks|columns|digits|elements"
@@ -33,6 +35,7 @@ MOST_LINES, MOST_PARAMETERS, MOST_LINES_OF_A_FILE = 60, 7, 350
 LIMITS = {
     "functions with a local name that says nothing": 58,
     "functions named by a preposition": 20,
+    "functions named by a participle alone": 66,
     "tuple assignments of unrelated values": 0,
     "lines exempt from the formatter": 42,
     "functions with more than seven parameters": 0,
@@ -119,6 +122,8 @@ def _of_function(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[s
     name = function.name.lstrip("_")
     if name.startswith(tuple(f"{word}_" for word in PREPOSITIONS)) and not name.startswith(ACCEPTED):
         yield "functions named by a preposition"
+    if PARTICIPLE.fullmatch(name) and not any("property" in text for text in map(ast.unparse, function.decorator_list)):
+        yield "functions named by a participle alone"
     parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     is_free = KEEPS_SIGNATURE not in map(ast.unparse, function.decorator_list)
     if is_free and len([part for part in parameters if part.arg not in ("self", "cls")]) > MOST_PARAMETERS:

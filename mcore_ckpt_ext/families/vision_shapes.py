@@ -58,7 +58,7 @@ def strip_prefix(name: str) -> str:
 
 
 def vision_shapes(config: Mapping[str, Any]) -> Shapes | None:
-    """Return the shape of each tensor of a model's vision part and projector, by name (see `strip_prefix`).
+    """Return the shape of each tensor of a model's vision part and projector, by name.
 
     Args:
         config: the `config.json` of the whole model.

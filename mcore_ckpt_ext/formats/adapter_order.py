@@ -15,7 +15,10 @@ _BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.wei
 
 
 def size_ordered_adapters(checkpoint: CheckpointView, running: JobArguments | None = None) -> list[str]:
-    """Return such adapters' names (see `rank_ordered_adapters`); `running`: the live job's arguments, if any."""
+    """Return such adapters' names; see `rank_ordered_adapters`.
+
+    `running` has the live job's arguments, if there is one.
+    """
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     jobs = [job for job in (checkpoint.job.arguments(), running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)

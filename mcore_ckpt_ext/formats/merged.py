@@ -29,7 +29,10 @@ Value = TypeVar("Value")
 
 
 def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsView:
-    """Return the model's arrays without adapters; `_merge_derivations` derives the weights that adapters apply to."""
+    """Return the model's arrays without adapters.
+
+    `_merge_derivations` derives the weights that adapters apply to.
+    """
 
     def derivation(kind: str, name: str) -> Derivation | None:
         merged_weight = merged.get(name) if kind == WEIGHT else None
