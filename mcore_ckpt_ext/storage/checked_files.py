@@ -47,7 +47,8 @@ def open_file(folder: Path, name: str) -> int:
 def readable_sizes(folder: Path) -> dict[str, int]:
     """Return the size in bytes of each regular file in a local folder, by its name.
 
-    Files that this process may not read are left out. No file is opened, which is a request of its own for each on a network's file system. Links are left out.
+    Files that this process may not read are left out, and links. No file is opened, which is a request of its own for
+    each on a network's file system.
 
     Raises:
         OSError: the folder cannot be read.
