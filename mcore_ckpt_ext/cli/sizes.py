@@ -9,6 +9,7 @@ _DIGITS = 15
 # Fewer bytes than any option can mean: a user who writes 80 means GiB.
 _LEAST_BYTES = 1 << 10
 _SIZE = re.compile(rf"^(\d{{1,{_DIGITS}}}(?:\.\d{{1,{_DIGITS}}})?)\s*([kmgtp]?)(i?b)?$", re.IGNORECASE | re.ASCII)
+_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 def parse_size(text: str) -> int:
@@ -27,7 +28,7 @@ def parse_file_size(text: str) -> int:
 
 def _parse(text: str, unit: int) -> int:
     match = _SIZE.match(text.strip())
-    size = int(float(match[1]) * unit ** " kmgtp".index(match[2].lower() or " ")) if match else 0
+    size = int(float(match[1]) * unit ** _EXPONENTS[match[2].lower()]) if match else 0
     if not size:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size; write for example 4GiB")
     if size < _LEAST_BYTES and match and not match[2] and not match[3]:
