@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from mcore_ckpt_ext.errors import UsageError
@@ -126,65 +127,67 @@ def check_settings() -> None:
 
 
 # Megatron has none of these names; each sets the setting of that name.
-_FLAGS: Mapping[Setting[Any], Mapping[str, Any]] = {
-    ON_SAVE_FAILURE: {
-        "choices": [CONTINUE, STOP],
-        "help": "Whether training goes on when a checkpoint cannot be saved "
-        f"(default: {ON_SAVE_FAILURE.name}, or {ON_SAVE_FAILURE.default}).",
-    },
-    FALLBACK: {
-        "action": "store_true",
-        "default": None,
-        "help": "Resume from the newest complete checkpoint where the newest one is incomplete or damaged "
-        f"(also {FALLBACK.name}=1).",
-    },
-    DATA_ORDER: {
-        "choices": [WARN, REQUIRED],
-        "help": "What to do if the data does not go on where the checkpoint's job stopped, in the same order, or that "
-        f"is unknown: log a line, or refuse to resume (default: {DATA_ORDER.name}, or {DATA_ORDER.default}).",
-    },
-    RANDOM_STATES: {
-        "choices": [OF_ITERATION, STOCK],
-        "help": "Where random states begin if tensor or pipeline parallel size has changed: at a seed that depends on "
-        f"the iteration, or at --seed, as in Megatron (stock; default: {RANDOM_STATES.name}, or "
-        f"{RANDOM_STATES.default}).",
-    },
-    LOAD: {
-        "choices": [AUTO, STOCK, FAST],
-        "help": "Which loader reads the tensors of a torch_dist checkpoint: this package (fast), Megatron if it can "
-        f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
-    },
-    LAYOUT: {
-        "choices": [OF_FLAGS, AUTO, AUTO_BATCH],
-        "help": "If the job's flags do not fit the number of GPUs, choose a layout that keeps the training (auto), or "
-        f"one with another global batch if that uses more of them (auto-batch; default: {LAYOUT.name}, or "
-        f"{LAYOUT.default}).",
-    },
-    READ_ONCE: {
-        "action": "store_true",
-        "default": None,
-        "help": "If this package reads the tensors, read data that several ranks need on one of them, and send it to "
-        f"the others (also {READ_ONCE.name}=1).",
-    },
-    FROM_HF: {
-        "action": "store_true",
-        "default": None,
-        "help": "Refuse a job unless --load (or --pretrained-checkpoint) names a Hugging Face folder to start from; "
-        f"without this flag, a job starts from such a folder if it gets one (also {FROM_HF.name}=1).",
-    },
-    ACCEPT_KEYS: {
-        "type": ACCEPT_KEYS.parse,
-        "metavar": "NAMES",
-        "help": "Keys of the config.json of a Hugging Face folder to start from, separated by commas, that have no "
-        f"effect on what the model computes (also {ACCEPT_KEYS.name}).",
-    },
-    EXPORT_HF: {
-        "type": int,
-        "metavar": "EVERY",
-        "help": "With the checkpoint of every EVERY-th iteration, also write a Hugging Face folder in the background: "
-        f"hf/iter_... in the folder of --save (also {EXPORT_HF.name}).",
-    },
-}
+_FLAGS: Mapping[Setting[Any], Mapping[str, Any]] = MappingProxyType(
+    {
+        ON_SAVE_FAILURE: {
+            "choices": [CONTINUE, STOP],
+            "help": "Whether training goes on when a checkpoint cannot be saved "
+            f"(default: {ON_SAVE_FAILURE.name}, or {ON_SAVE_FAILURE.default}).",
+        },
+        FALLBACK: {
+            "action": "store_true",
+            "default": None,
+            "help": "Resume from the newest complete checkpoint where the newest one is incomplete or damaged "
+            f"(also {FALLBACK.name}=1).",
+        },
+        DATA_ORDER: {
+            "choices": [WARN, REQUIRED],
+            "help": "What to do if the data does not go on where the checkpoint's job stopped, in the same order, or "
+            f"that is unknown: log a line, or refuse to resume (default: {DATA_ORDER.name}, or {DATA_ORDER.default}).",
+        },
+        RANDOM_STATES: {
+            "choices": [OF_ITERATION, STOCK],
+            "help": "Where random states begin if tensor or pipeline parallel size has changed: at a seed that depends "
+            f"on the iteration, or at --seed, as in Megatron (stock; default: {RANDOM_STATES.name}, or "
+            f"{RANDOM_STATES.default}).",
+        },
+        LOAD: {
+            "choices": [AUTO, STOCK, FAST],
+            "help": "Which loader reads the tensors of a torch_dist checkpoint: this package (fast), Megatron if it "
+            f"can (stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
+        },
+        LAYOUT: {
+            "choices": [OF_FLAGS, AUTO, AUTO_BATCH],
+            "help": "If the job's flags do not fit the number of GPUs, choose a layout that keeps the training (auto), "
+            f"or one with another global batch if that uses more of them (auto-batch; default: {LAYOUT.name}, or "
+            f"{LAYOUT.default}).",
+        },
+        READ_ONCE: {
+            "action": "store_true",
+            "default": None,
+            "help": "If this package reads the tensors, read data that several ranks need on one of them, and send it "
+            f"to the others (also {READ_ONCE.name}=1).",
+        },
+        FROM_HF: {
+            "action": "store_true",
+            "default": None,
+            "help": "Refuse a job unless --load (or --pretrained-checkpoint) names a Hugging Face folder to start "
+            f"from; without this flag, a job starts from such a folder if it gets one (also {FROM_HF.name}=1).",
+        },
+        ACCEPT_KEYS: {
+            "type": ACCEPT_KEYS.parse,
+            "metavar": "NAMES",
+            "help": "Keys of the config.json of a Hugging Face folder to start from, separated by commas, that have no "
+            f"effect on what the model computes (also {ACCEPT_KEYS.name}).",
+        },
+        EXPORT_HF: {
+            "type": int,
+            "metavar": "EVERY",
+            "help": "With the checkpoint of every EVERY-th iteration, also write a Hugging Face folder in the "
+            f"background: hf/iter_... in the folder of --save (also {EXPORT_HF.name}).",
+        },
+    }
+)
 
 
 def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:

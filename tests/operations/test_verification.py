@@ -96,7 +96,7 @@ def test_without_a_repair_the_proof_itself_names_them(
     corrupted_fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the writer's buffers could not be told: what stands in the slots does not round to the weights."""
-    monkeypatch.setattr("mcore_ckpt_ext.optimizers.model_space_formats.repaired", lambda written, *_: written)
+    monkeypatch.setattr("mcore_ckpt_ext.optimizers.model_space_formats.repair", lambda written, *_: written)
     result = verify(corrupted_fixture.run)
     named = {f.where.removeprefix("fp32_param ") for f in result.findings if f.check == MASTERS}
     assert named == wrong_masters(corrupted_fixture)
