@@ -21,7 +21,7 @@ import errno
 import os
 import threading
 
-from mcore_ckpt_ext.storage.direct_reads import DirectReads, open_direct
+from mcore_ckpt_ext.storage.direct_reads import DirectDescriptor, DirectReads
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.writeback import begin_to_flush, function_of_linux
 
@@ -44,14 +44,15 @@ class BlockFile:
         self.descriptor = folder.open(name, os.O_RDWR)
         self._direct: int | None = None
         self._is_tried = False
-        self._direct_to_read: int | None = None
+        self._direct_to_read = DirectDescriptor(self.descriptor)
         self._lock = threading.Lock()
         self._held: list[tuple[int, bytes]] = []
         self._held_bytes = 0
 
     def close(self) -> None:
         """Close the file without writing what is held; `write_held` first."""
-        for descriptor in (self.descriptor, self._direct, self._direct_to_read):
+        self._direct_to_read.close()
+        for descriptor in (self.descriptor, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
 
@@ -61,9 +62,7 @@ class BlockFile:
         Returns:
             The number of bytes, which is smaller only at the end of the file.
         """
-        if self._direct_to_read is None:
-            self._direct_to_read = open_direct(self.descriptor)
-        direct = self._direct_to_read
+        direct = self._direct_to_read.number()
         done = 0 if direct is None else reads.read_into(self.descriptor, direct, position, buffer)
         while done < len(buffer) and (count := os.preadv(self.descriptor, [buffer[done:]], position + done)):
             done += count

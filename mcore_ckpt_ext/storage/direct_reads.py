@@ -69,6 +69,27 @@ class DirectReads:
         return block
 
 
+class DirectDescriptor:
+    """Another descriptor of an open file, for direct reads, which is opened when it is first needed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._direct: int | None = None
+        self._is_tried = False
+
+    def number(self) -> int | None:
+        """Return the descriptor; None if there are no direct reads. By one thread at a time."""
+        if not self._is_tried:
+            self._is_tried = True
+            self._direct = open_direct(self._descriptor)
+        return self._direct
+
+    def close(self) -> None:
+        """Close the descriptor if it has been opened."""
+        if self._direct is not None:
+            os.close(self._direct)
+
+
 def open_direct(descriptor: int) -> int | None:
     """Open an open file once more, for direct reads.
 

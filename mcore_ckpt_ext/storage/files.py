@@ -17,7 +17,7 @@ from pathlib import Path
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import open_file, readable_sizes
 from mcore_ckpt_ext.storage.crc32 import crc32
-from mcore_ckpt_ext.storage.direct_reads import WORTH, DirectReads, open_direct
+from mcore_ckpt_ext.storage.direct_reads import WORTH, DirectDescriptor, DirectReads
 
 # A zarr array has a file for each chunk, and by default a process may open 1024 files. A command reads two folders at
 # once, and each file through up to two descriptors.
@@ -32,24 +32,13 @@ class _Descriptor:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.number = -1
-        self._direct: int | None = None
-        self._is_tried = False
         self.number = open_file(folder, name)
+        self.direct = DirectDescriptor(self.number)
 
     def __del__(self) -> None:
-        for number in (self.number, self._direct):
-            if number is not None and number >= 0:
-                os.close(number)
-
-    def direct(self) -> int | None:
-        """Return a descriptor of the same file for direct reads; None if there are none.
-
-        To be called under the lock of the reader.
-        """
-        if not self._is_tried:
-            self._is_tried = True
-            self._direct = open_direct(self.number)
-        return self._direct
+        if self.number >= 0:
+            self.direct.close()
+            os.close(self.number)
 
 
 def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointError:
@@ -142,7 +131,7 @@ class FolderReader:
         if self._direct_reads is None or len(buffer) < WORTH:
             return 0
         with self._lock:
-            direct = descriptor.direct()
+            direct = descriptor.direct.number()
         return 0 if direct is None else self._direct_reads.read_into(descriptor.number, direct, offset, buffer)
 
     def read_rows(self, file: str, offset: int, stride: int, rows: Iterable[memoryview]) -> None:
