@@ -18,7 +18,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import DestinationError, StorageError, unreadable_file
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
-from mcore_ckpt_ext.storage.paths import is_remote
+from mcore_ckpt_ext.storage.paths import file_sizes, is_remote
 from mcore_ckpt_ext.storage.store_path import StoreFile, StorePath
 
 BLOCK_BYTES = 1 << 20
@@ -60,7 +60,7 @@ class RemoteFolderReader(FolderReader):
     @override
     def sizes(self) -> dict[str, int]:
         with contextlib.suppress(OSError):  # `size` reports it
-            self._sizes.update({name: status.st_size for name, status in self._store_folder.files_below().items()})
+            self._sizes.update(file_sizes(self.folder))
         return self._sizes
 
     @override
