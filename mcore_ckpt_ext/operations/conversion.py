@@ -144,7 +144,7 @@ def convert(
         records=len(output.records),
         bytes_read=sum(record.nbytes for record in output.records),
         bytes_written=output.bytes_written,
-        peak_memory=conversion.options.workers * _BLOCKS_AT_ONCE * conversion.block_bytes(),
+        peak_memory=conversion.options.workers * _BLOCKS_AT_ONCE * conversion.block_bytes,
         proven_elements=total(team, reader.proven),
         seconds=time.monotonic() - begun,
         notes=notes,
@@ -213,8 +213,9 @@ class _Conversion:
             *(f"{finding.where}: {finding.what}" for finding in findings),
         ]
 
+    @cached_property
     def block_bytes(self) -> int:
-        """Return the largest size of a block, of which a worker has several at once."""
+        """The largest size of a block, of which a worker has several at once."""
         largest = BLOCK_BYTES if _reorders_elements(self.checkpoint, self.output) else _CACHED_BYTES
         memory_of_worker = self.options.memory_limit // self.options.workers
         return max(_LEAST_BLOCK_BYTES, min(largest, memory_of_worker // _BLOCKS_AT_ONCE))
@@ -234,7 +235,7 @@ class _Conversion:
         sources = _identity_of_sources(self.states)
         identity = (*sources, self.target, options.family, options.accept_lost, dropped, options.facts)
         execute = RemoteExecution if is_remote(place.path) else LocalExecution
-        execution = execute(place, _fingerprint(identity, self.output), team, options.workers, self.block_bytes())
+        execution = execute(place, _fingerprint(identity, self.output), team, options.workers, self.block_bytes)
         checks = (
             lambda: check_unchanged(self.states),
             lambda: _check_readable(execution.folder, self.checkpoint, self.plan),
