@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, counted, format_error, format_ranks
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, format_error, format_ranks, quantity
 from mcore_ckpt_ext.group_device import control_device
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
@@ -213,7 +213,7 @@ class TorchRanks:
         """True on rank 0 of the job."""
         return is_first_rank()
 
-    def by_rank(self, item: Result) -> dict[int, Result]:
+    def items_by_rank(self, item: Result) -> dict[int, Result]:
         """Return an item of every rank, by its rank in the job."""
         if self.groups == (None,):
             return dict(enumerate(gather(item)))
@@ -224,7 +224,7 @@ class TorchRanks:
 
     def gather(self, item: Result) -> list[Result]:
         """Return an item of every rank, in their order."""
-        return list(self.by_rank(item).values())
+        return list(self.items_by_rank(item).values())
 
     def agree(
         self, work: Callable[[], Result], phase: str = "", consequence: str = OPTIMIZER_UNCHANGED
@@ -251,7 +251,7 @@ class TorchRanks:
                 result = work()
             except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
                 cause = error
-            outcomes = self.by_rank((result, None if cause is None else reason_of(cause)))
+            outcomes = self.items_by_rank((result, None if cause is None else reason_of(cause)))
         refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
         if refused:
             raise refusal(phase, refused, consequence) from cause
@@ -341,5 +341,5 @@ def _list_reasons(reasons: dict[int, str]) -> str:
     for rank, reason in ({rank: text for rank, text in reasons.items() if text} or reasons).items():
         ranks_of.setdefault(reason, []).append(rank)
     lines = [f"rank {format_ranks(ranks)}: {reason}" for reason, ranks in ranks_of.items()]
-    more = f"\n  and {counted(len(lines) - _SHOWN, 'more reason')}" if len(lines) > _SHOWN else ""
+    more = f"\n  and {quantity(len(lines) - _SHOWN, 'more reason')}" if len(lines) > _SHOWN else ""
     return "\n  ".join(lines[:_SHOWN]) + more

@@ -255,7 +255,7 @@ def unreadable_file(message: str, error: OSError, path: object) -> UnreadableChe
     return kind(message, found=error.strerror or str(error), where=str(path), hint=io_hint(error))
 
 
-def counted(number: int, singular: str, plural: str = "") -> str:
+def quantity(number: int, singular: str, plural: str = "") -> str:
     """Return a number with its noun, or noun and verb: `1 tensor`, `2,000 tensors`, `1 file is`.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore_ckpt_ext.collectives import rank_and_size
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.formats.accounts import Account, account_of_load
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
@@ -68,13 +68,13 @@ class Summary:
 
     def __str__(self) -> str:
         changed = (
-            f"; {counted(self.changed, 'weight')} halfway between two values took the value that this optimizer writes"
+            f"; {quantity(self.changed, 'weight')} halfway between two values took the value that this optimizer writes"
         )
-        fresh = f"; {counted(self.new, 'element')} that the checkpoint's model does not have: newly initialized"
-        placed = f"{counted(self.elements, 'element')}, placed by {' and '.join(self.order_sources)}"
+        fresh = f"; {quantity(self.new, 'element')} that the checkpoint's model does not have: newly initialized"
+        placed = f"{quantity(self.elements, 'element')}, placed by {' and '.join(self.order_sources)}"
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
-            f"{self.bytes_read / 1e6:,.1f} MB read, {counted(self.parameters, 'parameter')} {self.certainty} "
+            f"{self.bytes_read / 1e6:,.1f} MB read, {quantity(self.parameters, 'parameter')} {self.certainty} "
             f"({placed}), {self.seconds:.1f} s; iteration {self.iteration} was loaded"
             f"{self.vocabulary}{fresh if self.new else ''}{changed if self.changed else ''}"
             f"{f'; {differing_masters_note(self.differing)}' if self.differing else ''}"
@@ -281,7 +281,7 @@ def _follow(checkpoint: CheckpointView, shard: LiveShard, master: torch.Tensor) 
         return 0
     if quantization_check(shard.live.parameter) is not None:
         return 0  # the next step writes them
-    rounded = shard.adapter.rounded(shard, master)
+    rounded = shard.adapter.round_masters(shard, master)
     changed = int((rounded != shard.weight).sum())
     if changed:
         shard.weight.copy_(rounded)

@@ -125,9 +125,7 @@ class Transfer:
                 width = min(limit, length - column)
                 first = source + row * source_stride + column
                 elements = self._read_rows(payload, first, width, rows, source_stride, extent)
-                yield Block(
-                    payload.decoded(elements), target + row * target_stride + column, width, rows, target_stride
-                )
+                yield Block(payload.decode(elements), target + row * target_stride + column, width, rows, target_stride)
 
     def locate(self, extent: Extent) -> TensorLocation:
         """Return where the elements of a stored array lie; for errors see `TensorLocations.locate`."""
@@ -143,11 +141,11 @@ class Transfer:
         """Read a few elements of a stored array without a plan; for errors see `execute`."""
         payload = self.locate(extent)
         if count == 0 or isinstance(extent, (ReorderedMatrix, QuantizedMatrix)):
-            return payload.decoded(self._read_rows(payload, first, count, 1, count, extent))
+            return payload.decode(self._read_rows(payload, first, count, 1, count, extent))
         size = payload.dtype.itemsize
         data = bytearray(count * size)
         self._reader.read_into(payload.file, payload.offset + first * size, memoryview(data))
-        return payload.decoded(torch.frombuffer(data, dtype=payload.dtype.torch))
+        return payload.decode(torch.frombuffer(data, dtype=payload.dtype.torch))
 
     def _read_all(self, reads: Sequence[PlannedRead], destinations: Destinations, on_read: OnRead | None) -> None:
         for read in reads:

@@ -81,7 +81,7 @@ def test_ranks_with_the_same_reason_are_joined() -> None:
 class WithAnother(TorchRanks):
     """This rank, and another one that has learned of its failure."""
 
-    def by_rank(self, item: Any) -> dict[int, Any]:
+    def items_by_rank(self, item: Any) -> dict[int, Any]:
         return {0: item, 1: (None, "")}
 
 

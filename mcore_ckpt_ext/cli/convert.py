@@ -17,7 +17,7 @@ from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message, summar
 from mcore_ckpt_ext.cli.progress import progress_of
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import UsageError, counted, format_bytes
+from mcore_ckpt_ext.errors import UsageError, format_bytes, quantity
 from mcore_ckpt_ext.formats.hugging_face.options import DTYPES, EXPORTED_KINDS, QUANTIZATIONS
 from mcore_ckpt_ext.formats.target import LAYER_SPECS
 from mcore_ckpt_ext.formats.torch_dist.options import LOOPS
@@ -212,17 +212,17 @@ def _convert(arguments: argparse.Namespace, target: Target, team: Communicator) 
 
 
 def _dry_run_lines(report: Report) -> Iterator[str]:
-    yield f"would write {report.destination}: {counted(report.files, 'file')}, {format_bytes(report.bytes_written)}"
+    yield f"would write {report.destination}: {quantity(report.files, 'file')}, {format_bytes(report.bytes_written)}"
     memory = format_bytes(report.peak_memory)
     yield f"would read {format_bytes(report.bytes_read)} of tensors, through {memory} of memory"
 
 
 def _result_lines(report: Report) -> Iterator[str]:
     size = format_bytes(report.bytes_written)
-    yield f"wrote {report.destination}: {counted(report.files, 'file')}, {size} in {report.seconds:.1f} s"
+    yield f"wrote {report.destination}: {quantity(report.files, 'file')}, {size} in {report.seconds:.1f} s"
     if report.proven_elements:
-        yield f"verified: {counted(report.proven_elements, 'master')} {report.how}"
+        yield f"verified: {quantity(report.proven_elements, 'master')} {report.how}"
     if report.lost:
         lost = sum(report.lost.values())
-        parameters = counted(len(report.lost), "parameter")
-        yield f"LOST in the source: {counted(lost, 'element')} of {parameters}; their moments are zero"
+        parameters = quantity(len(report.lost), "parameter")
+        yield f"LOST in the source: {quantity(lost, 'element')} of {parameters}; their moments are zero"

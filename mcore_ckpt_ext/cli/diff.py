@@ -16,7 +16,7 @@ from mcore_ckpt_ext.cli.progress import progress_of
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import counted, join_some
+from mcore_ckpt_ext.errors import join_some, quantity
 from mcore_ckpt_ext.model_space.tensors import KINDS
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -118,7 +118,7 @@ def _verdict(comparison: Comparison) -> str:
     if not all(kind.equal for kind in comparison.kinds):
         return "DIFFERENT"
     if comparison.missed:
-        keys = counted(comparison.missed, "key was", "keys were")
+        keys = quantity(comparison.missed, "key was", "keys were")
         return f"NOT KNOWN TO BE EQUAL: what was compared is equal in every bit, {keys} not compared"
     return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, but replicas within one checkpoint differ"
 
@@ -131,8 +131,8 @@ def _kind_verdict(kind: KindComparison) -> str:
 
 
 def _differ(tensor: TensorDifference) -> str:
-    elements = f"of {counted(tensor.elements, 'element')}"
-    return counted(tensor.different, f"{elements} differs", f"{elements} differ")
+    elements = f"of {quantity(tensor.elements, 'element')}"
+    return quantity(tensor.different, f"{elements} differs", f"{elements} differ")
 
 
 def _differences(tensor: TensorDifference) -> Iterator[str]:
@@ -143,8 +143,8 @@ def _differences(tensor: TensorDifference) -> Iterator[str]:
     if tensor.dtypes[0] != tensor.dtypes[1]:
         yield f"{tensor.dtypes[0]} against {tensor.dtypes[1]}"
     if tensor.padding is not None:
-        zero = f"{counted(tensor.padding.nonzero, 'element')} not zero" if tensor.padding.nonzero else "all zero"
-        yield f"{counted(tensor.padding.rows, 'row more', 'rows more')} in {tensor.padding.only_in}, {zero}"
+        zero = f"{quantity(tensor.padding.nonzero, 'element')} not zero" if tensor.padding.nonzero else "all zero"
+        yield f"{quantity(tensor.padding.rows, 'row more', 'rows more')} in {tensor.padding.only_in}, {zero}"
         yield f"{_differ(tensor)}, of those that both have"
     elif tensor.different:
         yield _differ(tensor)

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.cli.folding import group_by
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
 from mcore_ckpt_ext.cli.torch_plugins import explain_import_failures, is_registered
-from mcore_ckpt_ext.errors import UsageError, counted, escape
+from mcore_ckpt_ext.errors import UsageError, escape, quantity
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         table((_name(items), Painted(items[0].state, _STYLES[items[0].state]), items[0].found) for items in joined)
         line()
         if len(joined) < len(lines):
-            line(f"{counted(len(lines), 'check')} in {counted(len(joined), 'line')}; --all lists each check")
+            line(f"{quantity(len(lines), 'check')} in {quantity(len(joined), 'line')}; --all lists each check")
         line(_verdict(report))
     return 0 if report.healthy else 1
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from mcore_ckpt_ext.errors import counted, format_bytes
+from mcore_ckpt_ext.errors import format_bytes, quantity
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -35,7 +35,7 @@ def unread_rows(items: Iterable[UnreadState]) -> Iterator[_UnreadRow]:
     """Yield a row for each key; keys that differ only in numbers share one, since there may be thousands."""
     for group in group_by(items, lambda item: (item.carried, item.why, strip_numbers(item.key))):
         first = group[0]
-        others = "" if len(group) == 1 else f" and {counted(len(group) - 1, 'similar key')}"
+        others = "" if len(group) == 1 else f" and {quantity(len(group) - 1, 'similar key')}"
         size = format_bytes(sum(item.nbytes for item in group))
         yield _UnreadRow(first.key + others, size, first.why or "unknown key", first.carried)
 

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.cli.options import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_page_file, inspection_page
 from mcore_ckpt_ext.cli.report import report
-from mcore_ckpt_ext.errors import counted, format_bytes
+from mcore_ckpt_ext.errors import format_bytes, quantity
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
@@ -147,14 +147,14 @@ def _folded_row(files: Sequence[StoredFile]) -> tuple[object, ...]:
     each = smallest if smallest == largest else f"{smallest} to {largest}"
     return (
         f"{files[0].file} to {files[-1].file}",
-        counted(len(files), "file") + (f" from ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else ""),
+        quantity(len(files), "file") + (f" from ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else ""),
         each if sizes else Painted("MISSING", BAD),
-        f"{counted(sum(file.records for file in files), 'record')}, {format_bytes(sum(sizes))} in all",
+        f"{quantity(sum(file.records for file in files), 'record')}, {format_bytes(sum(sizes))} in all",
     )
 
 
 def _ranks(count: int) -> str:
-    return counted(count, "rank")
+    return quantity(count, "rank")
 
 
 def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
@@ -162,9 +162,9 @@ def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
     who = "" if file.rank is None else f"rank {file.rank}, writer {file.writer}"
     size: object = Painted("MISSING", BAD) if file.bytes_on_disk is None else format_bytes(file.bytes_on_disk)
     tensors = len(file.tensors)
-    held = f": {', '.join(file.tensors)}" if with_names else f" of {counted(tensors, 'tensor')}"
+    held = f": {', '.join(file.tensors)}" if with_names else f" of {quantity(tensors, 'tensor')}"
     place = f"{who} ({file.place})" if who else file.place
-    return file.file, place, size, f"{counted(file.records, 'record')}{held}"
+    return file.file, place, size, f"{quantity(file.records, 'record')}{held}"
 
 
 def _bounds(first: str, last: str) -> str:

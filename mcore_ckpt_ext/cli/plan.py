@@ -15,7 +15,7 @@ from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.shown_plan import FITS, HEADER, ShownPlan, shown_plan
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
-from mcore_ckpt_ext.errors import counted, format_bytes
+from mcore_ckpt_ext.errors import format_bytes, quantity
 from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.layout_choice.options import Recomputation, parse_sizes
 from mcore_ckpt_ext.storage.paths import as_path
@@ -107,7 +107,7 @@ def _show(plan: LayoutPlan) -> None:
         _show_layouts(plan, shown)
     else:
         line()
-        line(Painted(f"no layout of {counted(plan.gpus, 'GPU')} is accepted", BAD))
+        line(Painted(f"no layout of {quantity(plan.gpus, 'GPU')} is accepted", BAD))
     if not plan.fits:
         _show_what_excludes(plan)
     if plan.fewer:

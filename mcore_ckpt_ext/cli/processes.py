@@ -50,12 +50,12 @@ def command_team(*, join: bool = False) -> Iterator[Communicator]:
     if size < 2:
         yield SingleProcess()
         return
-    with connected(rank, size) as team:
+    with connect(rank, size) as team:
         yield team
 
 
 @contextmanager
-def connected(rank: int, size: int) -> Iterator[ConnectedProcesses]:
+def connect(rank: int, size: int) -> Iterator[ConnectedProcesses]:
     """Connect several processes, at the address in their environment variables.
 
     Args:
@@ -162,7 +162,7 @@ class ConnectedProcesses:
         """
         self._heartbeat.wait(lambda: self._store.set(name, text))
 
-    def announced(self, name: str) -> str:
+    def announcement(self, name: str) -> str:
         """Return a text that a process has stored; empty if none has.
 
         Raises:

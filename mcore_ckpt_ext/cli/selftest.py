@@ -13,8 +13,8 @@ from mcore_ckpt_ext.cli.json_output import check_result_file, print_result, writ
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, message, table
 from mcore_ckpt_ext.cli.ranks import place_among_ranks, variables_of_srun
 from mcore_ckpt_ext.cli.sizes import parse_count
-from mcore_ckpt_ext.errors import UsageError, counted
-from mcore_ckpt_ext.selftest.report import Outcome, Report, Row, passed
+from mcore_ckpt_ext.errors import UsageError, quantity
+from mcore_ckpt_ext.selftest.report import Outcome, Report, Row, have_passed
 from mcore_ckpt_ext.storage.paths import local_path
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the test, and report the results."""
-    from mcore_ckpt_ext.cli.processes import connected
+    from mcore_ckpt_ext.cli.processes import connect
     from mcore_ckpt_ext.cli.selftest_ranks import SelftestRanks, require_shared_folder
     from mcore_ckpt_ext.selftest.machine import this_machine
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_shared_folder(place, arguments.folder)
     machine = replace(this_machine(place.on_node), ranks=place.total)
     os.environ.update(variables_of_srun(os.environ))
-    with connected(place.rank, place.total) as processes:
+    with connect(place.rank, place.total) as processes:
         ranks = SelftestRanks(place, processes, _PATIENCE_SECONDS)
         return ranks.lead(partial(_test, machine, arguments)) if place.rank == 0 else ranks.follow()
 
@@ -75,11 +75,11 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
     from mcore_ckpt_ext.selftest.plan import plan
 
     jobs = plan(machine)
-    ranks = counted(machine.ranks, "rank")
-    message(f"{counted(sum(not job.skipped for job in jobs), 'job')} on {ranks}; about three minutes")
+    ranks = quantity(machine.ranks, "rank")
+    message(f"{quantity(sum(not job.skipped for job in jobs), 'job')} on {ranks}; about three minutes")
     rows, folder = running.run(jobs, start, arguments.folder)
     report = Report(
-        passed(rows), machine.ranks, device_name(), versions(), rows, None if folder is None else str(folder)
+        have_passed(rows), machine.ranks, device_name(), versions(), rows, None if folder is None else str(folder)
     )
     code = 0 if report.passed else 1
     if arguments.json == _STDOUT:

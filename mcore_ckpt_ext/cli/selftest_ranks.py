@@ -94,7 +94,7 @@ class SelftestRanks:
             progress=progress,
             patience=patience,
             program=self._program,
-            interruption=lambda: self._processes.announced(failed),
+            interruption=lambda: self._processes.announcement(failed),
         )
         if not ended.succeeded:
             self._processes.announce(failed, str(ended))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.continuity.mathematics import sentence_of
-from mcore_ckpt_ext.errors import counted, format_bytes, format_ranks, join_some
+from mcore_ckpt_ext.errors import format_bytes, format_ranks, join_some, quantity
 from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def shown_plan(plan: LayoutPlan) -> ShownPlan:
     return ShownPlan(
         facts=(
             ("written by", plan.old_layout or "no job"),
-            ("for", f"{counted(plan.gpus, 'GPU')}, Megatron {plan.megatron_version} ({plan.megatron_version_source})"),
+            ("for", f"{quantity(plan.gpus, 'GPU')}, Megatron {plan.megatron_version} ({plan.megatron_version_source})"),
             ("parameters", f"{plan.parameters:,}"),
             ("memory of a GPU", f"{size}{plan.gpu_memory_source}"),
         ),
@@ -89,7 +89,7 @@ def shown_plan(plan: LayoutPlan) -> ShownPlan:
 def shown_rehearsal(rehearsal: Rehearsal) -> ShownRehearsal:
     """Return a rehearsal in words."""
     source = f" ({rehearsal.megatron_version_source})" if rehearsal.megatron_version_source else ""
-    rehearsed = f"{rehearsal.new_layout}, {counted(rehearsal.gpus, 'GPU')}, Megatron {rehearsal.megatron_version}"
+    rehearsed = f"{rehearsal.new_layout}, {quantity(rehearsal.gpus, 'GPU')}, Megatron {rehearsal.megatron_version}"
     labeled = (
         ("written by", rehearsal.old_layout),
         ("rehearsed", rehearsed + source),
@@ -107,11 +107,11 @@ def shown_rehearsal(rehearsal: Rehearsal) -> ShownRehearsal:
 def _check_rows(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield (
         "optimizer",
-        f"{counted(rehearsal.elements, 'element')} of {counted(rehearsal.parameters, 'parameter')} on "
-        f"{counted(rehearsal.gpus, 'rank')}, "
+        f"{quantity(rehearsal.elements, 'element')} of {quantity(rehearsal.parameters, 'parameter')} on "
+        f"{quantity(rehearsal.gpus, 'rank')}, "
         f"each found once; placed by {' and '.join(rehearsal.order_sources)}",
     )
-    yield "weights", f"{counted(rehearsal.weights, 'element')}, each found once"
+    yield "weights", f"{quantity(rehearsal.weights, 'element')}, each found once"
     yield "masters", _proof(rehearsal)
     yield (
         "to be read",
@@ -127,7 +127,7 @@ def _proof(rehearsal: Rehearsal) -> str:
     if not rehearsal.proven:
         return "none: masters and weights are derived from each other"
     how = "all" if rehearsal.is_full_proof else "samples of every parameter; --full compares all"
-    return f"{counted(rehearsal.proven, 'master')} {rehearsal.proof} ({how})"
+    return f"{quantity(rehearsal.proven, 'master')} {rehearsal.proof} ({how})"
 
 
 def _replacement_notes(replaced: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.cli.progress import progress_of
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import CheckpointError, counted
+from mcore_ckpt_ext.errors import CheckpointError, quantity
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _verdict(verification: Verification) -> str:
     """Return the last line, which names keys that were not looked at."""
     if not verification.sound:
         errors = sum(finding.severity == "error" for finding in verification.findings)
-        return f"NOT SOUND: {counted(errors, 'error')}"
+        return f"NOT SOUND: {quantity(errors, 'error')}"
     depth = ": metadata only, data not read" if verification.quick else ""
     rest = verification.account.sentence if verification.account else ""
     return "; ".join(filter(None, (f"sound{depth}", rest)))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mcore_ckpt_ext.colossalai.ranks import Ranks
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
 from mcore_ckpt_ext.storage.atomic_files import flush
 
 _NOT_WHOLE = "no new checkpoint is there"
@@ -277,7 +277,7 @@ def _refuse_other_entries(present: set[str], expected: set[str], file: Path) -> 
         raise UnreadableCheckpointError(
             "a file has other entries than its index lists: it belongs to another save",
             found=", ".join([*(f"no {key}" for key in missing[:2]), *more[:2]]),
-            expected=counted(len(expected), "entry", "entries"),
+            expected=quantity(len(expected), "entry", "entries"),
             where=str(file),
             hint="use another checkpoint; this one was overwritten in part",
         )

@@ -45,7 +45,9 @@ def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}._extra_state".removeprefix("."), owner.get_extra_state()
 
 
-def joined(name: str, value: torch.Tensor, parameter: Any, zero_group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def join_shards(
+    name: str, value: torch.Tensor, parameter: Any, zero_group: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the whole value of a parameter's state, and its padding rows.
 
     Args:

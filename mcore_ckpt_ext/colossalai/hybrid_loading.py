@@ -17,7 +17,7 @@ from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, same_digests
 from mcore_ckpt_ext.colossalai.wrapper import persistent_buffers
-from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, counted, join_some
+from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, join_some, quantity
 
 _MODEL_UNTOUCHED = "the model is unchanged"
 
@@ -40,7 +40,7 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
             raise ModelMismatchError(
                 "the optimizer state belongs to other parameters",
                 found=f"state of parameter {unknown[0]}",
-                expected=counted(len(known_keys), "parameter"),
+                expected=quantity(len(known_keys), "parameter"),
             )
         for key, stepped in id_map.items():
             shape = tensor_parallel.whole_shape(working(optimizer, stepped))

@@ -27,7 +27,7 @@ from torch import nn
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.files import read_by_all, read_optimizer_by_all, read_sharded_by_all, write_one
 from mcore_ckpt_ext.colossalai.gathering import pinned_copy
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, entries, joined, local_state, refuse_shape
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, entries, join_shards, local_state, refuse_shape
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
@@ -84,14 +84,14 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         whole = state if inplace else copy.copy(state)
         for name, value in list(whole.items()):
             if isinstance(value, torch.Tensor) and name != "step":
-                whole_value, rows = joined(name, value, param, dp_group if use_zero else None)
+                whole_value, rows = join_shards(name, value, param, dp_group if use_zero else None)
                 refuse_shape(name, whole_value.shape, original_shape)
                 for key, tensor in ((name, whole_value), (f"{name}{PADDING}", rows)):
                     if tensor is not None:
                         whole |= pinned_copy({key: tensor.detach().to(device, copy=True)}, pinned_state_dicts)
         if MASTER not in whole and tensor_parallel.padding_shape(param) is not None:
             # If the weights are the masters, the model's file has all of them but these rows.
-            whole[f"{MASTER}{PADDING}"] = joined(MASTER, param.detach().contiguous(), param, None)[1]
+            whole[f"{MASTER}{PADDING}"] = join_shards(MASTER, param.detach().contiguous(), param, None)[1]
         return whole
 
     def save_unsharded_model(

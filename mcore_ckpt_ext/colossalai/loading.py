@@ -22,7 +22,7 @@ from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.stand_ins import NoFreedStorage, StandIns, standing_in
-from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, persistent_buffers, wrapped
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, inspect_wrapper, persistent_buffers
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
 
@@ -67,7 +67,7 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
-    zero = wrapped(model)
+    zero = inspect_wrapper(model)
     try:
         content = same_content(
             zero,

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
 from mcore_ckpt_ext.colossalai.shards import consumer_errors_reported, iter_shards, state_dict_shards
 from mcore_ckpt_ext.colossalai.state import Precision, StateDictOptions, Ties, precision_of, zero_strict_state_dict
-from mcore_ckpt_ext.colossalai.wrapper import wrapped
+from mcore_ckpt_ext.colossalai.wrapper import inspect_wrapper
 
 _MIB = 1 << 20
 
@@ -134,7 +134,9 @@ class CheckpointIOMethods(ReplacedMethods):
             with _ties_omitted(model):
                 self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
             return
-        write_one(Path(checkpoint), model.state_dict(ties="omit" if use_safetensors else None), wrapped(model).ranks)
+        write_one(
+            Path(checkpoint), model.state_dict(ties="omit" if use_safetensors else None), inspect_wrapper(model).ranks
+        )
 
     def save_sharded_model(
         self, model: Any, checkpoint_path: str, gather_dtensor: bool = False, prefix: str | None = None,
@@ -156,7 +158,7 @@ class CheckpointIOMethods(ReplacedMethods):
             files.add_folder(partial(_write_config, model))
             return {}
 
-        write_sharded(Path(checkpoint_path), names, shards, wrapped(model).ranks, add_config)
+        write_sharded(Path(checkpoint_path), names, shards, inspect_wrapper(model).ranks, add_config)
 
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
@@ -165,7 +167,7 @@ class CheckpointIOMethods(ReplacedMethods):
         if use_async:
             self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
             return
-        write_one(Path(checkpoint), optimizer.state_dict(), wrapped(optimizer.module).ranks)
+        write_one(Path(checkpoint), optimizer.state_dict(), inspect_wrapper(optimizer.module).ranks)
 
     def save_sharded_optimizer(
         self, optimizer: Any, checkpoint: str | Path, gather_dtensor: bool = True, prefix: str | None = None,
@@ -188,17 +190,19 @@ class CheckpointIOMethods(ReplacedMethods):
             files.add(groups, partial(torch.save, gathered.param_groups()))
             return {"param_groups": groups}
 
-        write_sharded(Path(checkpoint), (base, index), shards, wrapped(optimizer.module).ranks, add_groups)
+        write_sharded(Path(checkpoint), (base, index), shards, inspect_wrapper(optimizer.module).ranks, add_groups)
 
     def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
         """Load the model like ColossalAI; all ranks refuse a file that one rank cannot read."""
-        model.load_state_dict(read_by_all(wrapped(model).ranks, Path(checkpoint)), strict=strict)
+        model.load_state_dict(read_by_all(inspect_wrapper(model).ranks, Path(checkpoint)), strict=strict)
 
     def load_sharded_model(
         self, model: Any, checkpoint_index_file: Path, strict: bool = False, *_: Any, **__: Any
     ) -> None:
         """Load all files as one state dict, so that it is checked as a whole."""
-        model.load_state_dict(read_sharded_by_all(wrapped(model).ranks, Path(checkpoint_index_file)), strict=strict)
+        model.load_state_dict(
+            read_sharded_by_all(inspect_wrapper(model).ranks, Path(checkpoint_index_file)), strict=strict
+        )
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
         """Load the optimizer like ColossalAI; all ranks refuse a file that one rank cannot read."""
@@ -206,7 +210,7 @@ class CheckpointIOMethods(ReplacedMethods):
             # Written asynchronously, with flattened names that only ColossalAI's function restores.
             self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
             return
-        optimizer.load_state_dict(read_by_all(wrapped(optimizer.module).ranks, Path(checkpoint)))
+        optimizer.load_state_dict(read_by_all(inspect_wrapper(optimizer.module).ranks, Path(checkpoint)))
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
         """Load all files as one state dict, so that it is checked as a whole."""
@@ -214,7 +218,7 @@ class CheckpointIOMethods(ReplacedMethods):
         if index.name.endswith(".safetensors.index.json"):
             self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
             return
-        optimizer.load_state_dict(read_optimizer_by_all(wrapped(optimizer.module).ranks, index))
+        optimizer.load_state_dict(read_optimizer_by_all(inspect_wrapper(optimizer.module).ranks, index))
 
 
 def _state_shards(
@@ -238,7 +242,7 @@ def _precision(model: Any, dtype: Precision | None = None) -> Precision:
 
 
 def _same_call(model: Any, call: str, **arguments: object) -> None:
-    wrapped(model).ranks.same_call(call, arguments, lambda: None)
+    inspect_wrapper(model).ranks.same_call(call, arguments, lambda: None)
 
 
 @contextmanager

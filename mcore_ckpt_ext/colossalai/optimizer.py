@@ -24,8 +24,8 @@ from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
-from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
-from mcore_ckpt_ext.errors import ModelMismatchError, counted
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, inspect_wrapper
+from mcore_ckpt_ext.errors import ModelMismatchError, quantity
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
@@ -52,7 +52,7 @@ class GatheredState:
 
     def __init__(self, optimizer: Any, only_rank_0: bool = True) -> None:
         self._optimizer = optimizer
-        self._zero = zero = wrapped(optimizer.module)
+        self._zero = zero = inspect_wrapper(optimizer.module)
         self.errors = GroupErrors(zero.ranks, "calling optimizer.state_dict", "no rank has the whole state")
         self._gather = Gather(zero, self.errors, everywhere=not only_rank_0)
         self._with_masters = optimizer._saves_masters()
@@ -145,7 +145,7 @@ class GatheredState:
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the loss scale and the parameters' names to the first of ColossalAI's param groups."""
-    names = wrapped(optimizer.module).names
+    names = inspect_wrapper(optimizer.module).names
     real = optimizer.id_to_real_params
     note: dict[str, Any] = {}
     if all(parameter in names for parameter in real.values()):
@@ -178,7 +178,7 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
         ResumeRefusedError: on all ranks; nothing has been written, unless the message says that the state is partly
             written, for example because a rank ran out of memory.
     """
-    zero = wrapped(optimizer.module)
+    zero = inspect_wrapper(optimizer.module)
     is_full = any(state_dict.get("state", {}).values())
     content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, OPTIMIZER_UNCHANGED)
     groups, states, rows = zero.ranks.agree_here(
@@ -253,7 +253,7 @@ def _fitting(
     if sorted(saved) != sorted(real):
         raise ModelMismatchError(
             "the optimizer state belongs to other parameters",
-            found=counted(len(saved), "parameter"),
+            found=quantity(len(saved), "parameter"),
             expected=str(len(real)),
         )
     note = groups[0].get(OURS, {}) if groups else {}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 
 
 def fitting(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tensor | None:
@@ -27,11 +27,11 @@ def fitting(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tens
     """
     expected = tensor_parallel.padding_shape(parameter)
     if rows is not None and rows.shape != expected:
-        here = "not at all" if expected is None else f"by {counted(expected[parameter._padding_dim], 'row')}"
+        here = "not at all" if expected is None else f"by {quantity(expected[parameter._padding_dim], 'row')}"
         logging.getLogger("mcore_ckpt_ext").warning(
             "%s: %s dropped, since it is padded %s here; the next losses differ by what they add to the loss",
             where,
-            counted(len(rows), "row of padding of the vocabulary is", "rows of padding of the vocabulary are"),
+            quantity(len(rows), "row of padding of the vocabulary is", "rows of padding of the vocabulary are"),
             here,
         )
         rows = None

@@ -61,7 +61,7 @@ class Ranks(TorchRanks):
 
     def is_writer(self) -> bool:
         """Return True on the first of the ranks, which need not be rank 0 of the job; all must call this."""
-        return self.rank == min(self.by_rank(None))
+        return self.rank == min(self.items_by_rank(None))
 
 
 class GroupErrors:

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.colossalai.state import (
     precision_of,
 )
 from mcore_ckpt_ext.colossalai.tensor_parallel import whole_shape
-from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
+from mcore_ckpt_ext.colossalai.wrapper import Wrapped, inspect_wrapper
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
 Shard = tuple["OrderedDict[str, Any]", int]
@@ -162,11 +162,11 @@ def consumer_errors_reported(owner: Any, method: str) -> Iterator[None]:
     begun_here: list[Generator[Any]] = []
     original = getattr(owner, method)
 
-    def recorded(*arguments: Any, **keywords: Any) -> Generator[Any]:
+    def record(*arguments: Any, **keywords: Any) -> Generator[Any]:
         begun_here.append(original(*arguments, **keywords))
         return begun_here[-1]
 
-    setattr(owner, method, recorded)
+    setattr(owner, method, record)
     try:
         yield
     except Exception as error:
@@ -210,7 +210,7 @@ def _tensors(gather: Gather, keys: Keys, dtype: Precision) -> Iterator[tuple[lis
 def _digest(model: Any, prefix: str) -> str:
     """Return a digest of the keys, to detect different modules on ranks, or the error of collecting them."""
     try:
-        keys = keys_of(wrapped(model), prefix)
+        keys = keys_of(inspect_wrapper(model), prefix)
     except Exception as error:  # noqa: BLE001 - each rank sends it to the others, and raises it again itself
         return f"{type(error).__name__}: {error}"
     names = [*sum(keys.tensors.values(), []), *keys.others]

@@ -24,8 +24,8 @@ from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.replaced import keeps_signature
 from mcore_ckpt_ext.colossalai.stand_ins import NoFreedStorage, standing_in
-from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, counted
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, inspect_wrapper
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, quantity
 
 Precision = Literal["master", "compute"] | torch.dtype
 Ties = Literal["share", "copy", "omit"]
@@ -177,7 +177,7 @@ def begin(
         CheckpointError: the model is no ZeRO wrapper.
         ResumeRefusedError: on all ranks: there are no masters, or NaN, or the arguments differ between ranks.
     """
-    zero = wrapped(model)
+    zero = inspect_wrapper(model)
 
     def inspect_here() -> None:
         _refuse_unknown_ties(options.ties)
@@ -297,7 +297,7 @@ def _refuse_tensor_parallel(zero: Wrapped) -> None:
     if sharded:
         raise ModelMismatchError(
             "a tensor-parallel module cannot run on its own",
-            found=counted(len(sharded), "sharded parameter"),
+            found=quantity(len(sharded), "sharded parameter"),
             where=sharded[0],
             hint="build the module again without Shardformer, and load model.state_dict() into it",
         )

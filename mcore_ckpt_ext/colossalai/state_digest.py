@@ -72,7 +72,7 @@ def same_digests(
 
     inspected = ranks.same_call(call, arguments, summarize, untouched)
     if len({digest for digest, _ in inspected.values() if digest is not None}) > 1:
-        by_rank = {rank: held for rank, held in ranks.by_rank(local).items() if inspected[rank][0] is not None}
+        by_rank = {rank: held for rank, held in ranks.items_by_rank(local).items() if inspected[rank][0] is not None}
         raise _refusal(by_rank, untouched)
     return inspected
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -90,7 +90,7 @@ def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room |
     if len(cut) > 1 or len(process_groups) != 1:
         raise UnsupportedCheckpointError(
             "a parameter is sharded along several dimensions, or by several groups",
-            found=f"local shape {tuple(parameter.shape)} of {tuple(shape)}, {counted(len(process_groups), 'group')}",
+            found=f"local shape {tuple(parameter.shape)} of {tuple(shape)}, {quantity(len(process_groups), 'group')}",
             expected="one dimension, and one group",
         )
     (dimension,) = cut

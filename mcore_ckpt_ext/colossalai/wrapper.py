@@ -77,7 +77,7 @@ class Wrapped:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
 
-def wrapped(model: Any) -> Wrapped:
+def inspect_wrapper(model: Any) -> Wrapped:
     """Inspect a ZeRO wrapper.
 
     Raises:

@@ -181,14 +181,14 @@ class EpochInProgress:
             drawn = permutation(part, self.epoch)
             in_order = part * order.data_parallel
 
-            def sharded(position: int) -> int:
+            def shard_position(position: int) -> int:
                 if position >= in_order:
                     return position
                 step, place = divmod(position, order.step)
                 rank, number = divmod(place, order.micro_batch)
                 return rank * part + int(drawn[step * order.micro_batch + number])
 
-            return sharded
+            return shard_position
         whole = samples // order.micro_batch * order.micro_batch
         drawn = permutation(whole, self.epoch)
         return lambda position: int(drawn[position]) if position < whole else position

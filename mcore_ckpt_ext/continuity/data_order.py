@@ -20,7 +20,7 @@ from mcore_ckpt_ext.continuity.order_change import (
 )
 from mcore_ckpt_ext.continuity.other_loops import BRIDGE, SWIFT, changes_by_layout, loader_in_words, loop_of
 from mcore_ckpt_ext.continuity.read_counts import MOST_SAMPLES, ReadCounts, count_reads
-from mcore_ckpt_ext.errors import counted, shorten
+from mcore_ckpt_ext.errors import quantity, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 _SINGLE = "single"
@@ -134,9 +134,9 @@ def data_description(job: JobArguments) -> dict[str, str]:
     sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
     words = {"loader": f"{loader}{sharding}" if is_of_megatron else loader_in_words(job)}
     if (consumed := _consumed_samples(job)) is not None:
-        words["consumed"] = counted(consumed, "sample")
+        words["consumed"] = quantity(consumed, "sample")
     if built_for is not None and loader != EXTERNAL and loop_of(job) != SWIFT:
-        words["built for"] = counted(built_for, "sample")
+        words["built for"] = quantity(built_for, "sample")
     if layout is not None:
         words["read by"] = str(layout)
     return words
@@ -227,7 +227,7 @@ def _counts_by_layout(written: JobArguments, running: JobArguments, samples: int
     if before is None or now is None or consumed is None:
         return "the checkpoint does not record how far its job has read"
     if samples > MOST_SAMPLES:
-        return f"data sets of more than {counted(MOST_SAMPLES, 'sample')} are not counted"
+        return f"data sets of more than {quantity(MOST_SAMPLES, 'sample')} are not counted"
     return count_reads(samples, consumed, before, now) or "the sampler stops at its first batch"
 
 
@@ -282,12 +282,12 @@ def _changes_of_samples_built_for(written: JobArguments, running: JobArguments) 
     new = _samples_built_for(running)
     if old is not None and new is not None and old != new:
         yield OrderChange(
-            f"the data set is built for {counted(new, 'sample')}, before for {old:,}",
+            f"the data set is built for {quantity(new, 'sample')}, before for {old:,}",
             "the order is the same only if both take as many passes over its documents",
             f"{_GPT}; megatron/training/training.py, `get_train_valid_test_num_samples`",
             f"--train-samples {old}"
             if running.train_samples
-            else f"a number of iterations with {counted(old, 'sample')}",
+            else f"a number of iterations with {quantity(old, 'sample')}",
             UNKNOWN,
         )
 

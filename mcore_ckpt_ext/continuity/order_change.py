@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mcore_ckpt_ext.continuity.batch_sizes import BatchSize
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 
 SAME_ORDER: Final = "same order"
 EACH_ONCE: Final = "each sample once"
@@ -105,4 +105,4 @@ class DataOrder:
             return ""
         if self.read_again is None or self.never_read is None:
             return f"; how many samples are read again or never is not known: {self.uncounted}"
-        return f"; {counted(self.read_again, 'sample')} will be read again, {self.never_read:,} never"
+        return f"; {quantity(self.read_again, 'sample')} will be read again, {self.never_read:,} never"

@@ -16,7 +16,7 @@ from typing import Final
 from mcore_ckpt_ext.continuity.cyclic import CYCLIC, ReadingLayout
 from mcore_ckpt_ext.continuity.order_change import CHANGES, NEEDS_DATA_SAMPLES, UNKNOWN, OrderChange
 from mcore_ckpt_ext.continuity.read_counts import has_same_epochs
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
 from mcore_ckpt_ext.job.loops import swift
 
@@ -124,7 +124,7 @@ def _random_sampler_changes(
     elif has_same_epochs(samples, before, now):
         return
     else:
-        why = f"an epoch of {counted(samples, 'sample')} is another one"
+        why = f"an epoch of {quantity(samples, 'sample')} is another one"
     verdict = UNKNOWN if why == _NOT_RECORDED else CHANGES
     uncounted = NEEDS_DATA_SAMPLES if loop_of(written) == BRIDGE else "the seed of the loader is not recorded"
     yield OrderChange(_layouts_in_words(written, before, now), why, source, f"keep {before}", verdict, uncounted)

@@ -119,7 +119,7 @@ def adapters_of(
         if not ours:
             raise _refusal_without_place([name for name in shapes if name.startswith(linear)])
         for number, tensor in enumerate(ours):
-            adapters += _Linear(linear, number, len(ours), shapes, tensor_ranks, by_rank).adapted(tensor)
+            adapters += _Linear(linear, number, len(ours), shapes, tensor_ranks, by_rank).adapters_of(tensor)
     used = {region.name for adapter in adapters for tensor in adapter.tensors for region in tensor.regions}
     if used != shapes.keys():
         raise _refusal_without_place(sorted(shapes.keys() - used))
@@ -148,7 +148,7 @@ def _is_plain(tensor: HuggingFaceTensor) -> bool:
     return not tensor.transposed and tensor.interleaved == 1 and len(tensor.shape) == 2 and is_whole
 
 
-def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
+def align_rows(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
     """Yield ranges of corresponding rows in several lists of regions.
 
     Yields:
@@ -195,7 +195,7 @@ class _Linear:
     tensor_ranks: int | None
     by_rank: bool
 
-    def adapted(self, base: HuggingFaceTensor) -> Iterator[Adapted]:
+    def adapters_of(self, base: HuggingFaceTensor) -> Iterator[Adapted]:
         """Yield the adapter in PEFT of the linear layer with weight `base`, if it has one."""
         module = PREFIX + base.name.removesuffix(".weight")
         spans = [(region.offsets[0], region.sizes[0]) for region in base.regions]

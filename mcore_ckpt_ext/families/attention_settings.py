@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, unrepresentable
 from mcore_ckpt_ext.families.settings import Custom, Excludes, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -165,7 +165,7 @@ def check_kinds_of_attention(config: Config, *kinds: str) -> None:
     layers = config["num_hidden_layers"]
     others = [kind for kind in listed if kind not in kinds]
     if others or (listed and len(listed) != layers):
-        counts = f"{counted(len(listed), 'kind')} for {counted(layers, 'layer')}"
+        counts = f"{quantity(len(listed), 'kind')} for {quantity(layers, 'layer')}"
         raise unrepresentable("layer_types", others[0] if others else counts, f"{kinds[0]} in every layer")
 
 

@@ -9,12 +9,12 @@ from mcore_ckpt_ext.families.deepseek import shared_experts as shared_expert_siz
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, set_in, with_experts
 from mcore_ckpt_ext.families.rope import Rope
-from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, concatenate
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Setting, Size
 
 _OURS = "decoder.layers.{layer}"
 _THEIRS = "model.layers.{layer}"
-_QKV = joined(QUERY, KEY, VALUE)
+_QKV = concatenate(QUERY, KEY, VALUE)
 RULES = (
     Rule("model.word_embeddings.weight", "embedding.word_embeddings.weight"),
     Rule(f"{_THEIRS}.attention.query_key_value.weight", f"{_OURS}.self_attention.linear_qkv.weight", _QKV),

@@ -7,13 +7,13 @@ from typing import Any
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, set_in
-from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, concatenate
 from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS = "decoder.layers.{layer}"
 _THEIRS = "transformer.encoder.layers.{layer}"
-_QKV = joined(QUERY, KEY, VALUE)
+_QKV = concatenate(QUERY, KEY, VALUE)
 _GROUPED = "multi_query_attention"
 _GROUPS = "multi_query_group_num"
 _ROWS = "padded_vocab_size"
@@ -42,7 +42,7 @@ def _vocabulary() -> Setting:
             raise contradictory(_TOKENS, config[_TOKENS], f"{rows} as {_ROWS}")
         return {"vocab_size": rows}
 
-    return Custom((_ROWS, _TOKENS), lambda arguments: {_ROWS: arguments.required("vocab_size")}, to_arguments)
+    return Custom((_ROWS, _TOKENS), lambda arguments: {_ROWS: arguments.require("vocab_size")}, to_arguments)
 
 
 class ChatGLM(Family):

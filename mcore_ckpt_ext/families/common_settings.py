@@ -12,7 +12,7 @@ from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, 
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 
-def tied(by_default: bool) -> Setting:
+def tied_embeddings(by_default: bool) -> Setting:
     """Return the setting of tied embeddings; `by_default` is the default of Hugging Face's class."""
     key = "tie_word_embeddings"
 
@@ -161,7 +161,7 @@ def llama_like(
         query_groups(groups),
         head_size(head_dim, head_dim_default),
         positions or Rope(theta),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         RMS_NORM,

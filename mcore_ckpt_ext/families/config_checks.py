@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 Config = Mapping[str, Any]
@@ -64,7 +64,7 @@ def checked_divisor(key: str, value: Any, heads: int) -> int:
     """
     size = checked_size(key, value)
     if heads % size:
-        raise unrepresentable(key, size, f"a divisor of {counted(heads, 'head')}")
+        raise unrepresentable(key, size, f"a divisor of {quantity(heads, 'head')}")
     return size
 
 

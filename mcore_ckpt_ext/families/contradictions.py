@@ -8,8 +8,8 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.flags import without_flag
-from mcore_ckpt_ext.job.arguments.without_effect import without_effect
+from mcore_ckpt_ext.families.flags import arguments_without_flag
+from mcore_ckpt_ext.job.arguments.without_effect import arguments_without_effect
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.job.releases import PASSES_ON_INTERPOLATION
@@ -54,7 +54,7 @@ def _differing(family: Family, model: ModelArguments, running: ModelArguments) -
     `kv_channels` with latent attention. The family then writes the same `config.json` for them.
     """
     expressed = family.expressed
-    for name in sorted(expressed - without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
+    for name in sorted(expressed - arguments_without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
         expected = model.get(name)
         given = running.get(name)
         if (expected or None) != (given or None) and _writes_another(family, model, name, given):
@@ -77,5 +77,5 @@ def _writes_another(family: Family, model: ModelArguments, name: str, value: Any
 
 
 def _contradictions_without_flag(model: ModelArguments, job: JobArguments) -> Iterator[str]:
-    for name, value in without_flag(model, since_0_19=PASSES_ON_INTERPOLATION.is_shown_by(job)).items():
+    for name, value in arguments_without_flag(model, since_0_19=PASSES_ON_INTERPOLATION.is_shown_by(job)).items():
         yield f"{name} should be {value!r}, which no flag that pretrain_gpt.py passes on says"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Rule, set_in
 from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
@@ -193,7 +193,7 @@ def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> 
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        size = arguments.required("moe_shared_expert_intermediate_size")
+        size = arguments.require("moe_shared_expert_intermediate_size")
         return {key: size // arguments.moe_ffn_hidden_size}
 
     def to_arguments(config: Config) -> dict[str, Any]:
@@ -247,8 +247,8 @@ def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     best = ranking_depth(arguments)
     groups = arguments.moe_router_num_groups
     if best not in (None, 2):
-        experts = counted(arguments.moe_router_topk or 0, "expert")
-        chosen = f"{experts} of {counted(arguments.moe_router_group_topk or 0, 'group')}"
+        experts = quantity(arguments.moe_router_topk or 0, "expert")
+        chosen = f"{experts} of {quantity(arguments.moe_router_group_topk or 0, 'group')}"
         return [f"moe_router_topk and moe_router_group_topk are {chosen}: Megatron ranks a group by its best {best}"]
     single = groups and groups > 1 and (arguments.num_experts or 0) < 2 * groups
     return [f"moe_router_num_groups is {groups}, of one expert each"] if single else []
@@ -321,7 +321,7 @@ def latent_settings(
     """
     return (
         *SIZES,
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         RMS_NORM,

@@ -82,7 +82,7 @@ def registered_families(taken: frozenset[str]) -> tuple[RegisteredFamily, ...]:
             one; a warning names the others.
     """
     families: dict[str, RegisteredFamily] = {}
-    for registered in _registered():
+    for registered in _registered_families():
         before = families.get(registered.model_type)
         if before is None and registered.model_type not in taken:
             families[registered.model_type] = registered
@@ -152,7 +152,7 @@ class _AttributedFamily(Family):
             ) from error
 
 
-def _registered() -> Iterator[RegisteredFamily]:
+def _registered_families() -> Iterator[RegisteredFamily]:
     """Yield registered families in the order of `sys.path`: the first of two equal names is imported."""
     seen = set()
     for distribution in distributions():

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.common_settings import (
     SILU,
     SIZES,
     all_biases_or_none,
-    tied,
+    tied_embeddings,
 )
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import Rope
@@ -29,7 +29,7 @@ class Ernie45(Family):
         query_groups(2),
         head_size(always=True, default=128),
         Rope(500000.0, interleaved=True),
-        tied(by_default=True),
+        tied_embeddings(by_default=True),
         *INITIAL,
         SILU,
         RMS_NORM,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import INITIAL, NO_BIASES, RMS_NORM, tied
+from mcore_ckpt_ext.families.common_settings import INITIAL, NO_BIASES, RMS_NORM, tied_embeddings
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
@@ -46,7 +46,7 @@ class Exaone(Family):
         query_groups(),
         head_size(),
         Rope(),
-        tied(by_default=True),
+        tied_embeddings(by_default=True),
         *INITIAL,
         Mapped("attention_dropout", "attention_dropout", 0.0),
         RMS_NORM,

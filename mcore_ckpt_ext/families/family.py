@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted, join_some, shorten
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some, quantity, shorten
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.config_keys import (
     ABOUT_OTHER_FILES,
@@ -167,7 +167,7 @@ class Family:
             experts = arguments.get("num_experts")
             chosen = arguments.get("moe_router_topk")
             if experts and chosen and chosen > experts:
-                raise ValueError(f"{counted(chosen, 'expert')} for each token, of {experts}")
+                raise ValueError(f"{quantity(chosen, 'expert')} for each token, of {experts}")
             by_softmax = arguments.get("moe_router_score_function", "softmax") == "softmax"
             if experts and chosen == 1 and by_softmax and not arguments.get("moe_router_pre_softmax"):
                 raise ValueError("one expert per token with a gate normalized to 1, which Megatron does not have")

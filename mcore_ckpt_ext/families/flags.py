@@ -25,7 +25,7 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     words: list[str] = []
     for name, flag in _flags("value", arguments):
         value = arguments.get(name)
-        if value is not None and value != ROWS[name].without_flag:
+        if value is not None and value != ROWS[name].value_without_flag:
             text = str(value)
             words += [flag.spelling(name), text.replace(" ", "") if isinstance(value, (list, tuple)) else text]
     if arguments.num_query_groups != arguments.num_attention_heads:
@@ -41,7 +41,7 @@ def _flags(form: str, arguments: ModelArguments) -> Iterator[tuple[str, Flag]]:
             yield name, row.flag
 
 
-def without_flag(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
+def arguments_without_flag(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
     """Return arguments that no flag of `pretrain_gpt.py` sets, so that such a job computes another model.
 
     `since_0_19`: the job uses release 0.19 or a later one.

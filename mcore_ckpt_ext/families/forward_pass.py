@@ -13,7 +13,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import escape, format_value, join_some, shorten
 from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted, Without
 from mcore_ckpt_ext.job.arguments.table import ROWS
-from mcore_ckpt_ext.job.arguments.without_effect import without_effect
+from mcore_ckpt_ext.job.arguments.without_effect import arguments_without_effect
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 SIZES = frozenset(name for name, row in ROWS.items() if row.effect is SHAPES)
@@ -44,7 +44,7 @@ _UNKNOWN = object()
 
 def classified_arguments(names: Collection[str]) -> set[str]:
     """Return the arguments with a known effect."""
-    return without_effect(names) | (set(names) & ROWS.keys())
+    return arguments_without_effect(names) | (set(names) & ROWS.keys())
 
 
 def unexpressed_arguments(expressed: Collection[str], arguments: ModelArguments) -> list[str]:

@@ -13,11 +13,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Piece, Rule
-from mcore_ckpt_ext.families.rows import shifted
+from mcore_ckpt_ext.families.rows import shift_all
 from mcore_ckpt_ext.families.settings import CheckedKeys, Custom, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_net
@@ -46,7 +46,7 @@ def _sizes(arguments: ModelArguments) -> dict[str, int]:
     return {part: rows // arguments.linear_num_key_heads for part, rows in rows_of_net(arguments).items()}
 
 
-def by_heads(*names: str) -> Any:
+def interleave_heads(*names: str) -> Any:
     """Return a function for the rows of the named parts, one key head after the other."""
 
     def pieces(arguments: ModelArguments) -> Iterator[Piece]:
@@ -86,12 +86,12 @@ NET = (
     _net("dt_bias", "dt_bias"),
     _net("out_proj.weight", "out_proj.weight"),
     # transformers stores this norm unchanged, unlike its other norms; Megatron stores all norms minus 1.
-    _net("norm.weight", "out_norm.weight", rows=shifted(1.0), keeps_dtype=True),
+    _net("norm.weight", "out_norm.weight", rows=shift_all(1.0), keeps_dtype=True),
 )
 """Rules of the layers with a gated delta net, except for the input projection."""
 BY_HEADS = (
-    _net("in_proj_qkvz.weight", "in_proj.weight", pieces=by_heads("query", "key", "value", "z")),
-    _net("in_proj_ba.weight", "in_proj.weight", pieces=by_heads("beta", "alpha")),
+    _net("in_proj_qkvz.weight", "in_proj.weight", pieces=interleave_heads("query", "key", "value", "z")),
+    _net("in_proj_ba.weight", "in_proj.weight", pieces=interleave_heads("beta", "alpha")),
 )
 BY_PARTS = (
     _net("in_proj_qkv.weight", "in_proj.weight", pieces=pieces_by_parts("query", "key", "value")),
@@ -114,7 +114,7 @@ def _layers() -> Setting:
         linear_layers = usual if kinds is None else [kind == _LINEAR for kind in kinds]
         if len(linear_layers) != len(layers) or not {*(kinds or ())} <= {_LINEAR, _FULL}:
             others = ", ".join(sorted({str(kind) for kind in kinds or ()} - {_LINEAR, _FULL}))
-            counts = f"{counted(len(linear_layers), 'kind')} for {counted(len(layers), 'layer')}"
+            counts = f"{quantity(len(linear_layers), 'kind')} for {quantity(len(layers), 'layer')}"
             raise unrepresentable("layer_types", others or counts, f"{_LINEAR} or {_FULL}, for each layer")
         return {
             "linear_attention_freq": interval if linear_layers == usual else [int(linear) for linear in linear_layers]

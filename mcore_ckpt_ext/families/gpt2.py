@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
-from mcore_ckpt_ext.families.common_settings import gelu, tied
+from mcore_ckpt_ext.families.common_settings import gelu, tied_embeddings
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.family import Family, Rule, untied
-from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, Rows, joined, transposed
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, Rows, concatenate, transpose
 from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS = "decoder.layers.{layer}"
 _THEIRS = "transformer.h.{layer}"
-_QKV = joined(QUERY, KEY, VALUE)
+_QKV = concatenate(QUERY, KEY, VALUE)
 
 
 def _inner(arguments: ModelArguments) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def settings(activation: str) -> tuple[Setting, ...]:
         Custom(("n_inner",), _inner, _inner_size),
         IMPLIED_HEAD_SIZE,
         gelu("activation_function", activation),
-        tied(by_default=True),
+        tied_embeddings(by_default=True),
         Constant("scale_attn_weights", True, {}),
         Constant("add_cross_attention", False, {}),
         Implies({"add_qkv_bias": True}),
@@ -102,5 +102,5 @@ class GPT2(Family):
         "summary_use_proj",
     )
     left_out = (r"\.attn\.(bias|masked_bias)$",)
-    rules = rules(_QKV, transposed)
+    rules = rules(_QKV, transpose)
     settings = (*settings("gelu_new"), NO_QUERY_GROUPS, Constant("scale_attn_by_inverse_layer_idx", False, {}))

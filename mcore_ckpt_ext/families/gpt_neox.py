@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied_embeddings
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import KEYS, Rope
@@ -89,7 +89,7 @@ class GPTNeoX(Family):
         *SIZES,
         IMPLIED_HEAD_SIZE,
         _positions(),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         _blocks(),
         Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, experts_in_every_layer, tied
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, experts_in_every_layer, tied_embeddings
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import Rope
-from mcore_ckpt_ext.families.rows import GATE_AND_UP_BY_TURNS, WHOLE, transposed
+from mcore_ckpt_ext.families.rows import GATE_AND_UP_BY_TURNS, WHOLE, transpose
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -37,7 +37,7 @@ def _why_not(arguments: ModelArguments) -> list[str]:
 class GptOss(Family):
     """Experts in every layer, an attention sink per head, biases, and a window in every other layer.
 
-    Experts are stacked and transposed.
+    Experts are stacked and transpose.
 
     Gate and up projection are clamped, their rows alternate, and the gate is `x * sigmoid(1.702 * x)` (`quick_gelu` in
     Megatron). Sources: transformers/models/gpt_oss/modeling_gpt_oss.py (5.23); `SequentialMLP` and
@@ -55,9 +55,9 @@ class GptOss(Family):
         Rule(f"{_THEIRS}.self_attn.sinks", f"{_OURS}.self_attention.core_attention.softmax_offset"),
         Rule(f"{_THEIRS}.mlp.router.weight", f"{_OURS}.mlp.router.weight"),
         Rule(f"{_THEIRS}.mlp.router.bias", f"{_OURS}.mlp.router.bias"),
-        Rule(f"{_EXPERTS}.gate_up_proj", f"{_EXPERT}.linear_fc1.weight", transposed(GATE_AND_UP_BY_TURNS)),
+        Rule(f"{_EXPERTS}.gate_up_proj", f"{_EXPERT}.linear_fc1.weight", transpose(GATE_AND_UP_BY_TURNS)),
         Rule(f"{_EXPERTS}.gate_up_proj_bias", f"{_EXPERT}.linear_fc1.bias", GATE_AND_UP_BY_TURNS),
-        Rule(f"{_EXPERTS}.down_proj", f"{_EXPERT}.linear_fc2.weight", transposed(WHOLE)),
+        Rule(f"{_EXPERTS}.down_proj", f"{_EXPERT}.linear_fc2.weight", transpose(WHOLE)),
         Rule(f"{_EXPERTS}.down_proj_bias", f"{_EXPERT}.linear_fc2.bias"),
         parts.ATTENTION_NORM,
         parts.MLP_NORM[1],
@@ -70,7 +70,7 @@ class GptOss(Family):
         query_groups(8),
         head_size(always=True, default=64),
         Rope(150000.0, scaling=_YARN),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         RMS_NORM,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),

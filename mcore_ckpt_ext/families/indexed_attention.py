@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import counted, shorten
+from mcore_ckpt_ext.errors import quantity, shorten
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import check_kinds_of_attention
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
@@ -94,7 +94,7 @@ def _indexers_of(config: Config) -> list[str]:
         kinds = [{"F": _FULL, "S": _SHARED}.get(kind, kind) for kind in listed]
         if len(kinds) != layers or {*kinds} - {_FULL, _SHARED}:
             raise unrepresentable(
-                key, shorten(repr(listed)), f"{_FULL} or {_SHARED}, for each of {counted(layers, 'layer')}"
+                key, shorten(repr(listed)), f"{_FULL} or {_SHARED}, for each of {quantity(layers, 'layer')}"
             )
         return kinds
     frequency = max(config.get(_FREQUENCY, 1), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.rows import GATE, UP
@@ -41,7 +41,7 @@ class InternLM2(Family):
         query_groups(),
         IMPLIED_HEAD_SIZE,
         Rope(),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         RMS_NORM,

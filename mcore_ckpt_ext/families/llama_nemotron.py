@@ -10,10 +10,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.config_checks import Config, checked_divisor, checked_size, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.parameter_shapes import parameter_shape
@@ -103,7 +103,7 @@ def _layers() -> Setting:
         hidden = config["hidden_size"]
         blocks = [*_read_blocks(config[_BLOCKS], heads, hidden)]
         if len(blocks) != config["num_hidden_layers"]:
-            raise unrepresentable(_BLOCKS, counted(len(blocks), "block"), f"{config['num_hidden_layers']}, as layers")
+            raise unrepresentable(_BLOCKS, quantity(len(blocks), "block"), f"{config['num_hidden_layers']}, as layers")
         groups = {block.groups for block in blocks if block.groups}
         if len(groups) != 1:
             raise unrepresentable(
@@ -136,7 +136,7 @@ def _layers() -> Setting:
             blocks = blocks_of(arguments)
         except (KeyError, TypeError, ValueError, ArithmeticError, UnsupportedCheckpointError) as error:
             return [f"{_ENCODED} describes no such layers: {error}"]
-        return [] if len(blocks) == arguments.num_layers else [f"{_ENCODED} describes {counted(len(blocks), 'layer')}"]
+        return [] if len(blocks) == arguments.num_layers else [f"{_ENCODED} describes {quantity(len(blocks), 'layer')}"]
 
     return Custom(
         (_BLOCKS, "num_key_value_heads", "intermediate_size"), to_config, to_arguments, why_not, (_ENCODED, _PATH)
@@ -180,7 +180,7 @@ class LlamaNemotron(Family):
         head_size(),
         _layers(),
         Rope(),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         RMS_NORM,

@@ -7,8 +7,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import counted
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, tied
+from mcore_ckpt_ext.errors import quantity
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, tied_embeddings
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.nemotron_h import MIXER, NemotronH, mixer_heads, pattern_of
 from mcore_ckpt_ext.families.settings import CheckedKeys, Constant, Custom, Implies, Mapped, Requires, Setting, Size
@@ -51,7 +51,7 @@ def _expand() -> Setting:
         hidden = config.get("hidden_size", _HIDDEN)
         factor = config.get("expand", 2)
         if width != hidden * factor:
-            raise contradictory("expand", factor, f"heads of {counted(width, 'element')} for {hidden}")
+            raise contradictory("expand", factor, f"heads of {quantity(width, 'element')} for {hidden}")
         return {}
 
     def why_not(arguments: ModelArguments) -> list[str]:
@@ -108,7 +108,7 @@ class Mamba2(NemotronH):
         _layers(),
         Size("hidden_size", "hidden_size", _HIDDEN),
         Size("vocab_size", "vocab_size", 32768),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         RMS_NORM,
         Mapped("initializer_range", "init_method_std", 0.1),
         Constant("layer_norm_epsilon", 1e-5, {"layernorm_epsilon": 1e-5}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, all_biases_or_none, tied
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, all_biases_or_none, tied_embeddings
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
@@ -33,7 +33,7 @@ class Nemotron(Family):
         query_groups(),
         head_size(always=True),
         Rope(partial=0.5),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         Mapped("initializer_range", "init_method_std", 0.0134),
         Mapped("norm_eps", "layernorm_epsilon", 1e-5),

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.deepseek import grouped_choice, normalized_sigmoids, scaled_gates
 from mcore_ckpt_ext.families.family import Condition, Family, Piece, Rule, untied
@@ -230,7 +230,8 @@ class NemotronH(Family):
         Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=_HEAD),
         CheckedKeys("attention_head_dim", check=_check_older_head_size),
         Size("max_position_embeddings", "max_position_embeddings", 4096), Size("vocab_size", "vocab_size", 131072),
-        tied(by_default=False), *TRAINING, Mapped("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
+        tied_embeddings(by_default=False), *TRAINING, Mapped("hidden_dropout", "hidden_dropout", 0.0),
+        RMS_NORM, _epsilon(),
         mixer_heads("mamba_num_heads", 128), Size("mamba_head_dim", "mamba_head_dim", 64),
         Size("n_groups", "mamba_num_groups", 8),
         Size("ssm_state_size", "mamba_state_dim", 128), Constant("conv_kernel", 4, {}),

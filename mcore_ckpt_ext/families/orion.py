@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
-from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import UnscaledRope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
@@ -33,7 +33,7 @@ class Orion(Family):
         query_groups(),
         IMPLIED_HEAD_SIZE,
         UnscaledRope(),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),

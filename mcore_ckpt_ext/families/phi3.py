@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families.attention_settings import sliding_window
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import UnscaledRope
-from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, concatenate
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Neutral, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -32,7 +32,7 @@ class Phi3(Family):
         Rule(
             f"{_THEIRS}.self_attn.qkv_proj.weight",
             f"{_OURS}.self_attention.linear_qkv.weight",
-            joined(QUERY, KEY, VALUE),
+            concatenate(QUERY, KEY, VALUE),
         ),
         parts.GATE_AND_UP,
         parts.MLP[-1],

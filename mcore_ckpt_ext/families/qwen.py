@@ -6,19 +6,19 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import exact_up_to
-from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, joined
+from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, concatenate
 from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS = "decoder.layers.{layer}"
 _THEIRS = "transformer.h.{layer}"
-_QKV = joined(QUERY, KEY, VALUE)
+_QKV = concatenate(QUERY, KEY, VALUE)
 _HEAD = "kv_channels"
 _WIDTH = "intermediate_size"
 _LENGTH = "seq_length"
@@ -40,7 +40,7 @@ def _heads() -> Setting:
         heads = config["num_attention_heads"]
         hidden = config["hidden_size"]
         if width * heads != hidden:
-            raise contradictory(_HEAD, width, f"{hidden} of hidden_size for {counted(heads, 'head')}")
+            raise contradictory(_HEAD, width, f"{hidden} of hidden_size for {quantity(heads, 'head')}")
         return {"kv_channels": width, "group_query_attention": False, "num_query_groups": heads}
 
     return Custom((_HEAD,), lambda arguments: {_HEAD: arguments.kv_channels}, to_arguments)
@@ -50,7 +50,7 @@ def _length() -> Setting:
     """Return the setting of the length up to which frequencies and queries are not scaled."""
     return Custom(
         (_LENGTH, _MOST),
-        lambda arguments: {_LENGTH: arguments.required(_MOST), _MOST: arguments.required(_MOST)},
+        lambda arguments: {_LENGTH: arguments.require(_MOST), _MOST: arguments.require(_MOST)},
         lambda config: {_MOST: checked_size(_LENGTH, config.get(_LENGTH, config.get(_MOST, 8192)), 1 << 40)},
     )
 

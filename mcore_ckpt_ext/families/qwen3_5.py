@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
 from mcore_ckpt_ext.families.qwen_experts import expert_count
@@ -28,7 +28,7 @@ def _common(groups: int) -> tuple[Setting, ...]:
         query_groups(groups),
         head_size(always=True, default=256),
         Rope(partial=0.25, ignored=OF_IMAGES),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),

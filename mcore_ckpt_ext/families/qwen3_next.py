@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_HEADS, NET, SETTINGS, WithGatedDeltaNets
 from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
@@ -57,7 +57,7 @@ class Qwen3Next(WithOneFurtherToken):
         query_groups(2),
         head_size(always=True, default=256),
         Rope(partial=0.25),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import counted, shorten
+from mcore_ckpt_ext.errors import quantity, shorten
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, null_value, unrepresentable
 from mcore_ckpt_ext.families.settings import Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -96,7 +96,7 @@ def _why_not(scaling: Mapping[str, Any]) -> str:
     factors = scaling.get("short_factor") or []
     scaled = [factor for factor in factors if factor != 1]
     if scaled:
-        frequencies = counted(len(factors), "frequency", "frequencies")
+        frequencies = quantity(len(factors), "frequency", "frequencies")
         return f"{kind}, whose short_factor scales {len(scaled)} of {frequencies} each in its own way"
     if scaling.get(_PART, 1.0) != 1.0:
         return (
@@ -338,6 +338,6 @@ def exact_up_to(arguments: ModelArguments, what: str) -> str:
         what: what the code does for longer texts.
     """
     return (
-        f"its own code {what} for texts of more than {counted(arguments.max_position_embeddings or 0, 'token')}, and "
+        f"its own code {what} for texts of more than {quantity(arguments.max_position_embeddings or 0, 'token')}, and "
         f"Megatron does not: train with --seq-length {arguments.max_position_embeddings} or less"
     )

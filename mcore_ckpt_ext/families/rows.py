@@ -71,16 +71,16 @@ GATE_AND_UP_BY_TURNS = Rows(_whole, interleaved=2)
 """Alternating rows of gate and up projection (gpt-oss)."""
 
 
-def joined(*parts: Rows) -> Rows:
+def concatenate(*parts: Rows) -> Rows:
     """Concatenate several selections of rows."""
     return Rows(lambda rows, arguments: [span for part in parts for span in part.spans(rows, arguments)])
 
 
-def transposed(rows: Rows) -> Rows:
+def transpose(rows: Rows) -> Rows:
     """Return the rows of a matrix that Hugging Face stores transposed (GPT-2's Conv1D, gpt-oss experts)."""
     return replace(rows, transposed=True)
 
 
-def shifted(by: float) -> Rows:
+def shift_all(by: float) -> Rows:
     """Return all rows, with a number added in Hugging Face's tensor; rounded once."""
     return Rows(_whole, shift=by)

@@ -114,7 +114,7 @@ class Size(Mapped):
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
-        return {self.key: arguments.required(self.argument)}
+        return {self.key: arguments.require(self.argument)}
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import full_attention, has_window, query_groups
 from mcore_ckpt_ext.families.common_settings import (
@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families.common_settings import (
     SIZES,
     TRAINING,
     all_biases_or_none,
-    tied,
+    tied_embeddings,
 )
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
@@ -36,7 +36,7 @@ def _skipping(config: Config) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
     if len(rotated) < len(layers):
-        raise unrepresentable("no_rope_layers", rotated, f"an entry for each of {counted(len(layers), 'layer')}")
+        raise unrepresentable("no_rope_layers", rotated, f"an entry for each of {quantity(len(layers), 'layer')}")
     rotated = rotated[: len(layers)]  # further entries have no layer
     return {"no_rope_freq": [1 - int(bool(is_rotated)) for is_rotated in rotated]}
 
@@ -52,7 +52,7 @@ class SmolLM3(Family):
         *SIZES,
         query_groups(4),
         Rope(2000000.0),
-        tied(by_default=True),
+        tied_embeddings(by_default=True),
         *TRAINING,
         SILU,
         RMS_NORM,

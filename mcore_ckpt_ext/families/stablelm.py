@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
-from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied_embeddings
 from mcore_ckpt_ext.families.family import Family, set_in
 from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Requires
@@ -37,7 +37,7 @@ class StableLM(Family):
         query_groups(32),
         IMPLIED_HEAD_SIZE,
         Rope(partial=0.25),
-        tied(by_default=False),
+        tied_embeddings(by_default=False),
         *TRAINING,
         SILU,
         Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, sliding_window
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied_embeddings
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import Rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
@@ -34,7 +34,7 @@ class StarCoder2(Family):
         query_groups(2),
         head_size(),
         Rope(),
-        tied(by_default=True),
+        tied_embeddings(by_default=True),
         *TRAINING,
         sliding_window(None),
         Mapped("initializer_range", "init_method_std", 0.018042),

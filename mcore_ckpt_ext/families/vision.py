@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.families.validation import check_plain
@@ -91,12 +91,12 @@ class VisionTower:
 
     def ours(self, name: str) -> str | None:
         """Return the name in Megatron of a tensor of a Hugging Face folder; None if Megatron lacks it."""
-        name = self.spelled(name)
+        name = self.published_name(name)
         return next(
             (translated for rule in self.rules if (translated := _translate(name, rule.theirs, rule.ours))), None
         )
 
-    def spelled(self, name: str) -> str:
+    def published_name(self, name: str) -> str:
         """Return the name that is written for a name in a published folder."""
         for pattern, written in self.spellings:
             name = re.sub(pattern, written, name)
@@ -189,7 +189,7 @@ class VisionTower:
         section = sections_of(config)
         head = _head_size(config)
         if self.axes and head is not None and 2 * sum(section or ()) != head:
-            reasons.append(f"{_SECTIONS} is {section}, and heads have {counted(head, 'element')}")
+            reasons.append(f"{_SECTIONS} is {section}, and heads have {quantity(head, 'element')}")
         return reasons if reasons or self.unlike is None else [*self.unlike(vision, shapes)]
 
     def _expected_names(self, names: Collection[str]) -> Iterator[str]:
@@ -254,7 +254,7 @@ def _regions_by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator
     if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
         raise UnsupportedCheckpointError(
             "the rows of a parameter do not match the number of heads",
-            found=f"{counted(shape[0], 'row')}, {counted(heads, 'head')}",
+            found=f"{quantity(shape[0], 'row')}, {quantity(heads, 'head')}",
             where=name,
         )
     rows = shape[0] // (_PARTS * heads)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.families.vision import PREFIX, VisionMapping, VisionTower
 from mcore_ckpt_ext.model_space.names import is_of_experts
@@ -75,7 +75,7 @@ def _deepstack(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     depth = vision["depth"]
     after = vision["deepstack_visual_indexes"]
     if any(type(at) is not int or not 0 <= at < depth for at in after):
-        yield f"deepstack_visual_indexes is {after}, and it has {counted(depth, 'block')}"
+        yield f"deepstack_visual_indexes is {after}, and it has {quantity(depth, 'block')}"
 
 
 _THEIRS = "model.visual.blocks.*"
@@ -162,7 +162,7 @@ def _places(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
     patch = vision["patch_size"]
     rows = shapes["vision_tower.embeddings.position_embedding.weight"][0]
     if type(side) is not int or (side // patch) ** 2 != rows:
-        yield f"image_size is {side} of patches of {patch}, and the tensor has {counted(rows, 'row')}"
+        yield f"image_size is {side} of patches of {patch}, and the tensor has {quantity(rows, 'row')}"
     if vision.get("vision_use_head", True) is not False:
         yield "vision_use_head is not false, and there is no head"
 

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_s
 from mcore_ckpt_ext.families.passed_arguments import with_passed
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.formats.views import rename_tensors
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_name, to_bridge_name
@@ -39,7 +39,7 @@ def with_bridge_names(checkpoint: CheckpointView) -> CheckpointView:
     names = checkpoint.names(WEIGHT)
     if not any(map(is_swift_name, names)):
         return checkpoint
-    view = renamed(checkpoint, {name: to_bridge_name(name) for name in names})
+    view = rename_tensors(checkpoint, {name: to_bridge_name(name) for name in names})
     return replace(view, composition=replace(view.composition, adapters_by_rank=True))
 
 
@@ -60,7 +60,7 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
             where=str(checkpoint.files.folder),
             hint="--to torch_dist for the loop that wrote them, --to hf for peft",
         )
-    if target.for_bridge and any(map(is_swift_name, adapter_names)):
+    if target.is_for_bridge and any(map(is_swift_name, adapter_names)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge",
             found=join_some(adapter_names, 2),

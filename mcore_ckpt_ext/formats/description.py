@@ -72,7 +72,7 @@ def megatron_arguments(args: Mapping[str, Any], folder: Path, sidecar: Sidecar |
     return JobArguments.of(args, source=f"the arguments in {folder}", version=recorded, is_complete=is_complete)
 
 
-def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar | None, facts: Facts) -> Description:
+def describe_job(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar | None, facts: Facts) -> Description:
     """Describe a job by auxiliary files and the user's options, without the index.
 
     Args:
@@ -136,11 +136,11 @@ def refuse_facts(facts: Facts, where: Path) -> None:
     )
 
 
-def completed(description: Description, inferred: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
+def complete(description: Description, inferred: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
     """Add the arguments found in the index, which take precedence.
 
     Args:
-        description: from `described`.
+        description: from `describe_job`.
         inferred: arguments found in the index.
         facts: the properties that the user passes.
         folder: the folder of the checkpoint.

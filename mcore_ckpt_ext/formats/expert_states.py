@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from mcore_ckpt_ext.errors import counted, escape, join_some
+from mcore_ckpt_ext.errors import escape, join_some, quantity
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.storage.archive_writer import archive_of
@@ -75,11 +75,11 @@ def split_state(state: Any, experts: int) -> list[Any]:
         return [state] * experts
     settings = content.get(_SETTINGS)
     if not isinstance(settings, dict) or settings.get(_COUNT) != experts:
-        raise UnknownStateError(f"not the state of {counted(experts, 'expert')}")
+        raise UnknownStateError(f"not the state of {quantity(experts, 'expert')}")
     each = [{**content, _SETTINGS: {**settings, _COUNT: 1}} for _ in range(experts)]
     for name, values in _side_by_side(content):
         if values.dim() == 0 or values.shape[-1] % experts:
-            raise UnknownStateError(f"{name} of shape {tuple(values.shape)} for {counted(experts, 'expert')}")
+            raise UnknownStateError(f"{name} of shape {tuple(values.shape)} for {quantity(experts, 'expert')}")
         for number, expert_content in enumerate(each):
             expert_content[name] = values.reshape(*values.shape[:-1], -1, experts)[..., number].contiguous()
     return [write_state(expert_content, isinstance(state, io.BytesIO)) for expert_content in each]
@@ -150,7 +150,7 @@ def about_emptied(emptied: Sequence[str]) -> list[str]:
     """Report states that could be neither split nor joined."""
     if not emptied:
         return []
-    return [f"extra states of {counted(len(emptied), 'module')} are {_ABOUT}: {join_some([*map(escape, emptied)], 1)}"]
+    return [f"extra states of {quantity(len(emptied), 'module')} are {_ABOUT}: {join_some([*map(escape, emptied)], 1)}"]
 
 
 def content_of(state: Any) -> bytes | None:

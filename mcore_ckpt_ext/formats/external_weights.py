@@ -86,7 +86,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
     for name in state.names():
         weight = checkpoint.logical_tensor(WEIGHT, name)
         master = state.logical_tensor(FP32_PARAM, name)
-        is_weight = any(stored.extent.file.startswith(f"{folder}/") for stored in state.stored(FP32_PARAM, name))
+        is_weight = any(stored.extent.file.startswith(f"{folder}/") for stored in state.stored_slices(FP32_PARAM, name))
         if master is None or is_weight or checkpoint.optimizer.masters_are_derived(name):
             raise UnsupportedCheckpointError(
                 "the weights of another folder cannot be verified against this optimizer",

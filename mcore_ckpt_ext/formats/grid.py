@@ -41,4 +41,4 @@ def weight_grid(weights: Weights, name: str) -> Offsets:
     """Return the distinct offsets of the stored parts of a weight on each axis."""
     if _lists_offsets(weights):
         return grid_of(tuple(weights.offsets(name)))
-    return grid_of(tuple(stored.slice.regions[0].offsets for stored in weights.stored(WEIGHT, name)))
+    return grid_of(tuple(stored.slice.regions[0].offsets for stored in weights.stored_slices(WEIGHT, name)))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.families.adapters import Adapted, aligned
+from mcore_ckpt_ext.families.adapters import Adapted, align_rows
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
@@ -46,7 +46,7 @@ def parts_of(one: Adapted, scale: float) -> Iterator[tuple[str, Part]]:
     columns = [tensor.regions for tensor in (one.base, one.out, one.magnitudes) if tensor]
     into = one.into.regions[0].name
     out = one.out.regions[0].name
-    for (first, *places), count in aligned(*columns):
+    for (first, *places), count in align_rows(*columns):
         magnitude = (one.magnitudes.regions[0].name, places[1]) if one.magnitudes else None
         yield one.base.regions[0].name, Part(first, count, into, (out, places[0]), magnitude, scale)
 

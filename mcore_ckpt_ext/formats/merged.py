@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, quantity
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.passed_arguments import replaced_values
 from mcore_ckpt_ext.families.recognition import Fit
@@ -80,7 +80,7 @@ def merged_view(
 
     notes = [
         *replaced_values(base.job.arguments(), passed),
-        f"adapters are merged into {counted(len(merged), 'weight')}, in fp32, and rounded once",
+        f"adapters are merged into {quantity(len(merged), 'weight')}, in fp32, and rounded once",
         *about_norms(adapters, "this is"),
     ]
     return replace(
@@ -146,7 +146,7 @@ def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
         raise UnsupportedCheckpointError(
             "a weight is missing, or does not have the shape of its adapter",
             found=str(tensor.shape) if tensor else "no weight",
-            expected=counted(columns, "column"),
+            expected=quantity(columns, "column"),
             where=f"{name} in {base.files.folder}",
             hint="pass the model that the adapters are for",
         )

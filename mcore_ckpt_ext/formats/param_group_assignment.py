@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import is_of_experts
@@ -46,7 +46,7 @@ def group_that_holds(
     if len(fit) != 1 or arguments.raw.get("no_weight_decay_cond_type"):
         raise UnsupportedCheckpointError(
             "the parameter group of each parameter is unknown",
-            found=f"{counted(len(fit), 'group that fits', 'groups that fit')}",
+            found=f"{quantity(len(fit), 'group that fits', 'groups that fit')}",
             expected="one with and one without weight decay, of dense parameters and of experts",
             where=name,
             hint="use --to torch_dist, or --drop optimizer",

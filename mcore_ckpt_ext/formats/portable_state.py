@@ -10,10 +10,10 @@ from typing import Any
 from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    counted,
     escape,
     format_value,
     join_some,
+    quantity,
 )
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, states_of_experts
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -83,10 +83,10 @@ class PortableState:
 def known_arguments(arguments: JobArguments) -> argparse.Namespace:
     """Return the known arguments of a job as a checkpoint stores them, marked if they are incomplete."""
     marks = {} if arguments.is_complete else {PARTIAL: True}
-    return argparse.Namespace(**{**arguments.raw, **without_fsdp(arguments), **marks})
+    return argparse.Namespace(**{**arguments.raw, **disable_fsdp(arguments), **marks})
 
 
-def without_fsdp(arguments: JobArguments) -> dict[str, Any]:
+def disable_fsdp(arguments: JobArguments) -> dict[str, Any]:
     """Return arguments that disable Megatron-FSDP and torch FSDP2 where the job's arguments enable them."""
     return {name: False for name in _OF_FSDP if arguments.raw.get(name)}
 
@@ -122,7 +122,7 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
     if not emptied:
         return written, []
     return written, [
-        f"extra states of {counted(len(emptied), 'module')} are written empty, for they hold pickles with other "
+        f"extra states of {quantity(len(emptied), 'module')} are written empty, for they hold pickles with other "
         f"classes than this package writes (fp8 scaling is reinitialized): {join_some([*map(escape, emptied)], 1)}"
     ]
 

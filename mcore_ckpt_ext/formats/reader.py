@@ -95,7 +95,7 @@ class FormatReader(FormatTraits, ABC):
                 self.format,
                 reader=self,
                 notices=self.notices_of,
-                for_legacy_files=self.for_legacy_files,
+                limit_to_legacy=self.limit_to_legacy,
                 with_weights_of=self.with_weights_of,
                 with_weights_of_a_job=self.with_weights_of_a_job,
             ),
@@ -288,11 +288,11 @@ class FormatReader(FormatTraits, ABC):
         """Yield every slice of every tensor of some kinds."""
         for kind in kinds:
             for name in self.view.names(kind):
-                for stored in self.view.stored(kind, name):
+                for stored in self.view.stored_slices(kind, name):
                     nbytes = stored.slice.numel * ITEM_SIZE[stored.extent.dtype]
                     yield StoredPart(stored.extent.file, kind, name, nbytes)
 
-    def for_legacy_files(self, view: CheckpointView) -> CheckpointView:
+    def limit_to_legacy(self, view: CheckpointView) -> CheckpointView:
         """Return a view of this checkpoint without the state that legacy files cannot contain."""
         return view
 

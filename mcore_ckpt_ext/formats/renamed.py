@@ -29,7 +29,7 @@ class NameMap:
         """Return the number of names that change."""
         return len(self._changed)
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return the stored name for a new one."""
         return self._stored.get(name, name)
 
@@ -57,13 +57,14 @@ class NameMap:
         """Return a requested slice under the stored names."""
         regions = tuple(self.region_as_stored(region) for region in wanted.slice.regions)
         tensors = {
-            self.stored(name): replace(tensor, name=self.stored(name)) for name, tensor in wanted.tensors.items()
+            self.stored_name(name): replace(tensor, name=self.stored_name(name))
+            for name, tensor in wanted.tensors.items()
         }
         return replace(wanted, slice=replace(wanted.slice, regions=regions), tensors=tensors)
 
     def region_as_stored(self, region: Region) -> Region:
         """Return a region under its stored name."""
-        return replace(region, name=self.stored(region.name))
+        return replace(region, name=self.stored_name(region.name))
 
     def sharded_keys(self, stored: Mapping[str, ShardedKey]) -> dict[str, ShardedKey]:
         """Return Megatron's sharded keys for the new names, stacked like those of the old ones."""
@@ -100,11 +101,11 @@ def renamed_weights(weights: Weights, names: NameMap) -> WeightsView:
     """Return the model's arrays under other names."""
     return WeightsView(
         names=lambda: names.all(weights.names()),
-        stored=lambda kind, name: names.slices(weights.stored(kind, names.stored(name))),
-        stored_in=lambda kind, region: names.slices(slices_in(weights, kind, names.region_as_stored(region))),
-        logical_tensor=lambda kind, name: names.tensor(weights.logical_tensor(kind, names.stored(name)), name),
-        derivation=lambda kind, name: _rename_derivation(derivation_of(weights, kind, names.stored(name)), names),
-        copies=lambda kind, name: names.copies(weights.copies(kind, names.stored(name))),
+        stored_slices=lambda kind, name: names.slices(weights.stored_slices(kind, names.stored_name(name))),
+        stored_slices_in=lambda kind, region: names.slices(slices_in(weights, kind, names.region_as_stored(region))),
+        logical_tensor=lambda kind, name: names.tensor(weights.logical_tensor(kind, names.stored_name(name)), name),
+        derivation=lambda kind, name: _rename_derivation(derivation_of(weights, kind, names.stored_name(name)), names),
+        copies=lambda kind, name: names.copies(weights.copies(kind, names.stored_name(name))),
     )
 
 
@@ -114,14 +115,14 @@ def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
         kinds=state.kinds,
         carried_kinds=state.carried_kinds,
         names=lambda kind=None: names.all(state.names(kind)),
-        logical_tensor=lambda kind, name: names.tensor(state.logical_tensor(kind, names.stored(name)), name),
-        stored=lambda kind, name: names.slices(state.stored(kind, names.stored(name))),
-        slots=lambda kind, name: names.slices(state.slots(kind, names.stored(name))),
-        copies=lambda kind, name: names.copies(state.copies(kind, names.stored(name))),
-        dtypes_of=lambda name: state.dtypes_of(names.stored(name)),
-        derivation=lambda kind, name: _rename_derivation(state.derivation(kind, names.stored(name)), names),
-        lost=lambda kind, name: state.lost(kind, names.stored(name)),
-        is_distributed=lambda name: state.is_distributed(names.stored(name)),
+        logical_tensor=lambda kind, name: names.tensor(state.logical_tensor(kind, names.stored_name(name)), name),
+        stored_slices=lambda kind, name: names.slices(state.stored_slices(kind, names.stored_name(name))),
+        slots=lambda kind, name: names.slices(state.slots(kind, names.stored_name(name))),
+        copies=lambda kind, name: names.copies(state.copies(kind, names.stored_name(name))),
+        dtypes_of=lambda name: state.dtypes_of(names.stored_name(name)),
+        derivation=lambda kind, name: _rename_derivation(state.derivation(kind, names.stored_name(name)), names),
+        lost=lambda kind, name: state.lost(kind, names.stored_name(name)),
+        is_distributed=lambda name: state.is_distributed(names.stored_name(name)),
         order_sources=state.order_sources,
         lost_elements=lambda: {names.of(name): count for name, count in state.lost_elements().items()},
         buffers=state.buffers,
@@ -147,12 +148,12 @@ class RenamedOrder:
 
     def order_outside_layers(self, items: Sequence[str]) -> list[str] | None:
         """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
-        stored_names = self._order.order_outside_layers([self._names.stored(item) for item in items])
+        stored_names = self._order.order_outside_layers([self._names.stored_name(item) for item in items])
         return stored_names and self._names.all(stored_names)
 
     def order_in_layer(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """Return the suffixes of one layer in registration order; None if one is unknown."""
         prefix = f"{layer.block}.layers.{layer.number}."
-        stored = {self._names.stored(prefix + suffix).removeprefix(prefix): suffix for suffix in suffixes}
+        stored = {self._names.stored_name(prefix + suffix).removeprefix(prefix): suffix for suffix in suffixes}
         arranged = self._order.order_in_layer(layer, list(stored))
         return arranged and [stored[suffix] for suffix in arranged]

@@ -26,10 +26,10 @@ class StoredArrays(StoredOnce):
         return None if array is None else LogicalTensor(name, array.shape, array.dtype)
 
     @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         return [_slice(name, chunk) for chunk in self._arrays[name].chunks]
 
-    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
+    def stored_slices_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
         """Return the chunks that overlap a region."""
         chunks = self._chunks.get(region.name)
         if chunks is None:

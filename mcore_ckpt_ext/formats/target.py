@@ -65,7 +65,7 @@ class Target:
             version_number(self.megatron_version)
 
     @property
-    def for_bridge(self) -> bool:
+    def is_for_bridge(self) -> bool:
         """True if Megatron-Bridge will read it."""
         return False
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.expert_states import content_of
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
 from mcore_ckpt_ext.formats.parts import lazy
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.formats.views import rename_tensors
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.model_space.layer_spec import names_under_spec
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -43,7 +43,7 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
             where=str(source.files.folder),
             hint="keep the layer spec: leave --transformer-impl out",
         )
-    view = renamed(source, names_under_spec(source.names(WEIGHT), of_engine))
+    view = rename_tensors(source, names_under_spec(source.names(WEIGHT), of_engine))
     # Only Transformer Engine has grouped experts; the local spec's grouped experts are one transposed matrix.
     grouped = bool(stored_arguments.moe_grouped_gemm) and of_engine
     arguments = stored_arguments.replace(transformer_impl=spec, moe_grouped_gemm=grouped)
@@ -100,13 +100,13 @@ def _messages(source: CheckpointView, names: list[str], written: Mapping[str, An
     """Return notes for a user of the checkpoint under the other layer spec."""
     source_states = source.states.extra()
     changed = sum(old != new for old, new in zip(source.names(WEIGHT), names, strict=True))
-    norms = counted(changed, "norm has another name", "norms have other names")
+    norms = quantity(changed, "norm has another name", "norms have other names")
     messages = [f"for the layer spec {spec}: {norms}"] if changed else []
     if spec == ENGINE:
         count = sum(source_states.get(name) is None for name in written)
-        messages.append(f"{counted(count, 'extra state')} that the source does not have: empty, as in a fresh model")
+        messages.append(f"{quantity(count, 'extra state')} that the source does not have: empty, as in a fresh model")
     elif scaled := sum(bool(content_of(state)) for name, state in source_states.items() if written.get(name) is None):
-        lost = counted(scaled, "extra state is", "extra states are")
+        lost = quantity(scaled, "extra state is", "extra states are")
         messages.append(f"{lost} left out, with their fp8 scaling: the local spec has no fp8")
     if source.job.arguments().moe_grouped_gemm and spec != ENGINE:
         messages.append("the local spec has experts one by one: without --moe-grouped-gemm")

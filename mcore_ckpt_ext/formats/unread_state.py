@@ -60,7 +60,7 @@ class UnreadState:
     carried: bool = False
 
     @property
-    def of_optimizer(self) -> bool:
+    def is_of_optimizer_state(self) -> bool:
         """True if the state belongs to an optimizer."""
         return is_of_optimizer(self.kind)
 

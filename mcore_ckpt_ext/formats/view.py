@@ -27,7 +27,7 @@ class OpenedFormat:
         name: the name of the format.
         reader: the reader, which answers for the traits of the format.
         notices: returns notes for a user who converts the given view of the checkpoint.
-        for_legacy_files: returns the given view without the state that legacy files cannot contain.
+        limit_to_legacy: returns the given view without the state that legacy files cannot contain.
         with_weights_of: opens the checkpoint with the weights of another one, see `FormatReader.with_weights_of`.
         with_weights_of_a_job: opens it with the weights of a live job, see `FormatReader.with_weights_of_a_job`.
     """
@@ -35,7 +35,7 @@ class OpenedFormat:
     name: str
     reader: FormatTraits
     notices: Callable[[CheckpointView], list[str]]
-    for_legacy_files: Callable[[CheckpointView], CheckpointView]
+    limit_to_legacy: Callable[[CheckpointView], CheckpointView]
     with_weights_of: Callable[[CheckpointView], CheckpointView]
     with_weights_of_a_job: Callable[[Mapping[str, WeightSpec]], CheckpointView]
 
@@ -113,9 +113,9 @@ class CheckpointView:
         """Return the name, shape and dtype of a tensor; None if the checkpoint does not contain it."""
         return self._source(kind).logical_tensor(kind, name)
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
-        return self._source(kind).stored(kind, name)
+        return self._source(kind).stored_slices(kind, name)
 
     def copies(self, kind: str, name: str) -> Copies:
         """Return the parts of a tensor, the copies of each part, and the slices that hold each copy."""

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.optimizers.first_step import (
 )
 
 
-def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
+def rename_tensors(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
     """Return a view of a checkpoint with other names.
 
     Args:
@@ -126,4 +126,4 @@ def with_names_of(view: CheckpointView, other: CheckpointView) -> CheckpointView
     other_names = set(other.names(WEIGHT))
     names = {name: name_in(other_names, name) for name in view.names(WEIGHT)}
     one_for_one = len(set(names.values())) == len(names)
-    return renamed(view, names) if one_for_one and any(map(ne, names, names.values())) else view
+    return rename_tensors(view, names) if one_for_one and any(map(ne, names, names.values())) else view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -30,5 +30,5 @@ def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
     rows = vocabulary_rows(checkpoint)
     if recorded is None or recorded == rows:
         return None
-    stored = counted(rows or 0, "row")
+    stored = quantity(rows or 0, "row")
     return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {stored}, which are used"

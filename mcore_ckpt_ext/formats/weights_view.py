@@ -29,8 +29,8 @@ def view_of_weights(weights: Weights) -> WeightsView:
     """Return a view with the members of a model's arrays."""
     return WeightsView(
         names=weights.names,
-        stored=weights.stored,
-        stored_in=partial(slices_in, weights),
+        stored_slices=weights.stored_slices,
+        stored_slices_in=partial(slices_in, weights),
         logical_tensor=weights.logical_tensor,
         derivation=partial(derivation_of, weights),
         copies=weights.copies,
@@ -49,15 +49,15 @@ def with_file_names(weights: Weights, name_of: Callable[[str], str]) -> WeightsV
             return replace(extent, codes=plain(extent.codes), scales=plain(extent.scales), common_scale=common)
         return plain(extent)
 
-    def moved(extent: Extent) -> Extent:
+    def move(extent: Extent) -> Extent:
         return replace(extent, array=array(extent.array)) if isinstance(extent, ReorderedMatrix) else array(extent)
 
-    def all_moved(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
-        return [stored._replace(extent=moved(stored.extent)) for stored in slices]
+    def move_all(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
+        return [stored._replace(extent=move(stored.extent)) for stored in slices]
 
     return replace(
         view_of_weights(weights),
-        stored=lambda kind, name: all_moved(weights.stored(kind, name)),
-        stored_in=lambda kind, region: all_moved(slices_in(weights, kind, region)),
-        copies=lambda kind, name: [[all_moved(copy) for copy in part] for part in weights.copies(kind, name)],
+        stored_slices=lambda kind, name: move_all(weights.stored_slices(kind, name)),
+        stored_slices_in=lambda kind, region: move_all(slices_in(weights, kind, region)),
+        copies=lambda kind, name: [[move_all(copy) for copy in part] for part in weights.copies(kind, name)],
     )

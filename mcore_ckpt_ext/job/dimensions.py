@@ -58,7 +58,7 @@ def with_defaults(sizes: dict[str, int]) -> dict[str, int]:
     return defaults | sizes
 
 
-def in_words(sizes: dict[str, int]) -> str:
+def format_sizes(sizes: dict[str, int]) -> str:
     """Return sizes as messages show them: those above 1, and those that are always shown.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.arguments.kinds import is_whole
 from mcore_ckpt_ext.job.arguments.model import ModelTable
 from mcore_ckpt_ext.job.arguments.row import PartialArguments, rows_of
@@ -58,11 +58,11 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         pattern = self.moe_layer_freq
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
             raise self._refusal(
-                "num_experts", f"{self.num_experts} in each of {counted(layers, 'layer')}", "far fewer in all"
+                "num_experts", f"{self.num_experts} in each of {quantity(layers, 'layer')}", "far fewer in all"
             )
         if isinstance(pattern, Sequence) and len(pattern) < layers:
             raise self._refusal(
-                "moe_layer_freq", counted(len(pattern), "item"), f"one for each of {counted(layers, 'layer')}"
+                "moe_layer_freq", quantity(len(pattern), "item"), f"one for each of {quantity(layers, 'layer')}"
             )
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError, counted, format_value, join_some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError, format_value, join_some, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import complete, has_experts
 
@@ -35,7 +35,7 @@ def check_layer_form(written: JobArguments, changes: Mapping[str, Any]) -> None:
         other = written.replace(moe_layer_freq=changes[_FREQUENCY])
     except UnreadableCheckpointError as error:
         raise UsageError(
-            f"invalid {_FREQUENCY} for {counted(written.num_layers, 'layer')}",
+            f"invalid {_FREQUENCY} for {quantity(written.num_layers, 'layer')}",
             found=format_value(changes[_FREQUENCY]),
             hint=_HINT,
         ) from error

@@ -58,7 +58,7 @@ class ModelArguments(ModelTable, CompleteArguments):
         """Return an argument as `value` does, or `unknown` if the job does not have it."""
         return self.values[name] if name in self.values else self.job.raw.get(name, unknown)
 
-    def required(self, name: str) -> Any:
+    def require(self, name: str) -> Any:
         """Return an argument that must be set.
 
         Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.model_arguments import is_gated
 from mcore_ckpt_ext.job.releases import KEEPS_DOWN_PROJECTIONS_WHOLE
@@ -264,7 +264,7 @@ def shard_grid(
     if shape[cut.axis] % parts:
         raise UnsupportedCheckpointError(
             "a parameter cannot be divided among the tensor-parallel ranks",
-            found=f"{counted(shape[cut.axis], 'element')} along axis {cut.axis}",
+            found=f"{quantity(shape[cut.axis], 'element')} along axis {cut.axis}",
             expected=f"a multiple of {parts}",
             where=name,
             hint="choose a tensor-parallel size that divides it",
@@ -316,6 +316,6 @@ def _cut(
             return Cut(0) if is_cut else None
     raise UnsupportedCheckpointError(
         "the tensor-parallel split of a parameter is unknown",
-        found=f"{name}, {shape} on each of {counted(part.ranks, 'rank')}",
+        found=f"{name}, {shape} on each of {quantity(part.ranks, 'rank')}",
         hint="resume it once under its own layout and save with --ckpt-format torch_dist, which records the split",
     )

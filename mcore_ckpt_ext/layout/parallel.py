@@ -7,7 +7,14 @@ from itertools import accumulate
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
-from mcore_ckpt_ext.job.dimensions import DIMENSIONS, LABELS, MODEL_SIZE_ARGUMENTS, OF_MODEL, SIZE_ARGUMENTS, in_words
+from mcore_ckpt_ext.job.dimensions import (
+    DIMENSIONS,
+    LABELS,
+    MODEL_SIZE_ARGUMENTS,
+    OF_MODEL,
+    SIZE_ARGUMENTS,
+    format_sizes,
+)
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.grad_buffer import default_bucket_size
@@ -104,7 +111,7 @@ class ParallelLayout:
         return {name: None if name in self.unknown else size for name, size in self.sizes().items()}
 
     def __str__(self) -> str:
-        parts = in_words({name: size for name, size in self.known_sizes().items() if size is not None})
+        parts = format_sizes({name: size for name, size in self.known_sizes().items() if size is not None})
         missing = [label for name, label in LABELS.items() if name in self.unknown and name != "expert_tensor"]
         if not parts:
             return "not known"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some, quantity
 from mcore_ckpt_ext.model_space.names import is_part, joined_name, part_names, split_parameters
 
 
@@ -65,7 +65,7 @@ def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments
     if sum(size for size, _ in parts.values()) != shape[0] or any(rest for _, rest in parts.values()):
         raise UnsupportedCheckpointError(
             "a parameter's parts do not match the arguments of its job",
-            found=f"{counted(shape[0], 'row')} on each of {counted(ranks, 'rank')}",
+            found=f"{quantity(shape[0], 'row')} on each of {quantity(ranks, 'rank')}",
             expected=", ".join(f"{size} of {part.rpartition('.')[2]}" for part, (size, _) in parts.items()),
             where=name,
             hint="use --to torch_dist, or resume it once under its own layout and save with --ckpt-format torch_dist: "

@@ -32,7 +32,7 @@ class RankArrays:
         """Return the name, shape and dtype of a tensor; None if the checkpoint does not contain it."""
         return self._tensors.get((kind, name))
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
         return [copies[0] for copies in self._copies.get((kind, name), {}).values()]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, counted, format_value
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, format_value, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import is_gated
 from mcore_ckpt_ext.model_space.names import is_first_linear
@@ -70,7 +70,7 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
     if sizes[0] == sizes[1] or not (misplaces_gates(written) or misplaces_gates(running)):
         return
     actual, expected = (
-        f"TP{tensor} and {counted(tensor * shards, 'weight shard')}" for tensor, shards in reversed(sizes)
+        f"TP{tensor} and {quantity(tensor * shards, 'weight shard')}" for tensor, shards in reversed(sizes)
     )
     raise UnsupportedCheckpointError(
         "Megatron itself mixes up the rows of gated linears when the shards of generalized tensor parallelism change",
@@ -93,7 +93,7 @@ def check_no_sharded_gates(arguments: JobArguments, where: str) -> None:
     if misplaces_gates(arguments):
         raise UnsupportedCheckpointError(
             "only a job with the same weight shards reads the rows of these gated linears correctly",
-            found=f"gated linears, and {counted(weight_shards(arguments), 'weight shard')} of generalized tensor "
+            found=f"gated linears, and {quantity(weight_shards(arguments), 'weight shard')} of generalized tensor "
             "parallelism",
             where=where,
             hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "

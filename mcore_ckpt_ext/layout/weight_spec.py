@@ -23,7 +23,7 @@ class WeightSpec:
     axis: int | None
     parts: int = 1
 
-    def stored(self, tensor_ranks: int, expert_ranks: int) -> StoredWeight:
+    def stored_weight(self, tensor_ranks: int, expert_ranks: int) -> StoredWeight:
         """Return the weight as it is stored by `tensor_ranks` or, for experts, `expert_ranks` ranks."""
         shape = self.tensor.shape
         grid: list[tuple[int, ...]] = [(0,)] * len(shape)

@@ -147,7 +147,7 @@ class Shares:
         """Tokens of a micro batch on the ranks that share tensors."""
         return self.length * self.samples
 
-    def routed(self, sizes: ModelSizes, capacity: float) -> float:
+    def routed_tokens(self, sizes: ModelSizes, capacity: float) -> float:
         """Return the tokens that the experts of a rank process, with balanced routing.
 
         Every rank of the expert-parallel and the expert-tensor-parallel group sends each of its tokens to
@@ -309,7 +309,7 @@ def _experts(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _
     `TopKRouter` (router.py), core_v0.12.0 to 0.19.2. The probabilities are applied in the experts' activation, so
     their output is not kept.
     """
-    routed = shares.routed(sizes, options.capacity)
+    routed = shares.routed_tokens(sizes, options.capacity)
     width = sizes.expert_feed_forward / shares.expert_tensor
     shared = shares.tokens * sizes.shared_feed_forward / shares.tensor
     sent = shares.tokens / shares.residual

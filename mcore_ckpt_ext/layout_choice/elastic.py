@@ -13,7 +13,7 @@ from itertools import islice
 from math import prod
 
 from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor
-from mcore_ckpt_ext.errors import counted, format_bytes
+from mcore_ckpt_ext.errors import format_bytes, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
@@ -94,9 +94,9 @@ def choose(
     """
     elastic = _ElasticSearch(job, table, old, request, buffers, may_change_batch)
     job_layout, reason = own_layout(job, request.gpus, request.version)
-    if reason is None and (accepted := elastic.pinned(job_layout).found):
+    if reason is None and (accepted := elastic.pinned_search(job_layout).found):
         return ElasticResult(accepted[0])
-    usual = next((candidate.memory.total for candidate in elastic.pinned(old).found), None)
+    usual = next((candidate.memory.total for candidate in elastic.pinned_search(old).found), None)
     memory = max(request.memory, usual or 0) if request.memory is not None else usual
     limited = replace(request, memory=memory, is_least=request.memory is None, pins={"context": old.context})
     best = elastic.best_used(limited)
@@ -125,7 +125,7 @@ class _ElasticSearch:
     may_change_batch: bool
     result: ElasticResult = field(default_factory=ElasticResult)
 
-    def pinned(self, layout: ParallelLayout) -> Search:
+    def pinned_search(self, layout: ParallelLayout) -> Search:
         """Search with all sizes fixed."""
         request = replace(self.request, gpus=layout.world, memory=None, pins=layout.model_sizes())
         return search(self.job, self.table, self.old, request, self.buffers)
@@ -161,13 +161,13 @@ class _ElasticSearch:
         if self.job.global_batch_size not in (choice.global_batch, None) and not self.may_change_batch:
             return f"the global batch {self.job.global_batch_size} cannot be kept"
         if not keeps_rows(choice):
-            rows = counted(self.table.padded_rows.stored, "row")
+            rows = quantity(self.table.padded_rows.stored, "row")
             return f"TP{layout.tensor} does not divide the {rows} of the vocabulary"
         return None
 
     def _accepted_layouts(self, layout: ParallelLayout, limited: SearchRequest) -> Iterator[FoundLayout]:
         """Yield the layouts with these sizes that are within the limit of memory."""
-        searched = self.pinned(layout)
+        searched = self.pinned_search(layout)
         self.result.reasons += [(str(exclusion.layout), exclusion.reason) for exclusion in searched.nearest.values()]
         for candidate in searched.found:
             needed = candidate.memory.total

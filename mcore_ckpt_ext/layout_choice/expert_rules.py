@@ -5,7 +5,7 @@ Unless a rule names other versions, it was read in core_v0.12.0 to 0.19.2 and th
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.releases import SEPARATES_DIVIDED_EXPERTS
 from mcore_ckpt_ext.layout_choice.choice import Choice
 
@@ -19,7 +19,7 @@ def undivided_experts(experts: int | None, ranks: int) -> str | None:
     """Return why experts cannot be divided among expert-parallel ranks; None if they can."""
     if ranks == 1 or (experts and experts % ranks == 0):
         return None
-    return f"{counted(experts or 0, 'expert')} cannot be divided by EP {ranks}"
+    return f"{quantity(experts or 0, 'expert')} cannot be divided by EP {ranks}"
 
 
 def check_expert_biases(choice: Choice) -> str | None:
@@ -52,7 +52,7 @@ def check_expert_world_size(choice: Choice) -> str | None:
     layout = choice.layout
     needed = layout.expert_tensor * layout.expert * layout.pipeline
     if layout.world % needed:
-        return f"{counted(layout.world, 'GPU is', 'GPUs are')} not a multiple of ETP x EP x PP = {needed}"
+        return f"{quantity(layout.world, 'GPU is', 'GPUs are')} not a multiple of ETP x EP x PP = {needed}"
     return None
 
 

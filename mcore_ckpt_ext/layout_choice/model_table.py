@@ -272,7 +272,7 @@ class ModelTable:
         place = np.where(columns["place"] == BEFORE_LAYERS, self.layers, columns["place"])
         place = np.where(columns["place"] == AFTER_LAYERS, self.layers + 1, place)
 
-        def by_place(values: Numbers) -> Numbers:
+        def sum_by_place(values: Numbers) -> Numbers:
             counted = np.bincount(place, weights=np.where(chosen, values, 0), minlength=self.layers + 2)
             return counted.astype(np.int64)
 
@@ -291,7 +291,7 @@ class ModelTable:
             elements * columns["read_weight_bytes"],
             elements * columns["weight_bytes"] * trained * columns["has_bands"],
         )
-        totals = np.stack([by_place(value) for value in values], axis=1)
+        totals = np.stack([sum_by_place(value) for value in values], axis=1)
         start = np.zeros((1, len(values)), dtype=np.int64)
         embeddings = local.is_embedding & chosen
         return _Totals(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.job_arguments import is_hybrid
 from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
 from mcore_ckpt_ext.layout.parallel import prediction_chunk
@@ -33,7 +33,7 @@ def _world_size(choice: Choice) -> str | None:
     needed = layout.tensor * layout.pipeline * layout.context
     if layout.world % needed:
         factors = f"{layout.world} = {_factors(layout.world)}"
-        return f"{counted(layout.world, 'GPU is', 'GPUs are')} not a multiple of TP x PP x CP = {needed} ({factors})"
+        return f"{quantity(layout.world, 'GPU is', 'GPUs are')} not a multiple of TP x PP x CP = {needed} ({factors})"
     return None
 
 
@@ -88,7 +88,7 @@ def _heads(choice: Choice) -> str | None:
     """`TransformerConfig.__post_init__`: attention heads are divided among the tensor-parallel ranks."""
     heads = choice.job.num_attention_heads
     if heads and heads % choice.layout.tensor:
-        return f"{counted(heads, 'attention head')} cannot be divided by TP {choice.layout.tensor}"
+        return f"{quantity(heads, 'attention head')} cannot be divided by TP {choice.layout.tensor}"
     return None
 
 
@@ -103,7 +103,7 @@ def _query_groups(choice: Choice) -> str | None:
     may_share = SHARES_QUERY_GROUPS.is_of(choice.version)
     if not groups or groups % tensor == 0 or (may_share and tensor % groups == 0):
         return None
-    return f"{counted(groups, 'query group')} cannot be divided by TP {tensor}"
+    return f"{quantity(groups, 'query group')} cannot be divided by TP {tensor}"
 
 
 def _linear_attention(choice: Choice) -> str | None:
@@ -136,11 +136,11 @@ def _mamba(choice: Choice) -> str | None:
     heads = job.mamba_num_heads or 2 * (job.hidden_size or 0) // (job.mamba_head_dim or 64)
     groups = job.mamba_num_groups
     if heads and heads % (tensor * context):
-        return f"{counted(heads, 'Mamba head')} cannot be divided by TP x CP = {tensor * context}"
+        return f"{quantity(heads, 'Mamba head')} cannot be divided by TP x CP = {tensor * context}"
     if not groups:
         return None
     if groups % tensor or max(groups // tensor, context) % min(groups // tensor, context):
-        return f"{counted(groups, 'Mamba group')} cannot be divided by TP {tensor} and CP {context}"
+        return f"{quantity(groups, 'Mamba group')} cannot be divided by TP {tensor} and CP {context}"
     return None
 
 
@@ -182,7 +182,7 @@ def _layers(choice: Choice) -> str | None:
         return None
     layout = choice.layout
     chunks = f"PP {layout.pipeline}" + (f" x VPP {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else "")
-    return f"{counted(choice.job.num_layers or 0, 'layer')} cannot be divided among {chunks}"
+    return f"{quantity(choice.job.num_layers or 0, 'layer')} cannot be divided among {chunks}"
 
 
 def _tied_predictions(choice: Choice) -> str | None:
@@ -269,7 +269,7 @@ def _micro_batches(choice: Choice) -> str | None:
     if layout.virtual_pipeline == 1:
         return None
     group = choice.microbatch_group
-    batches = counted(choice.microbatches, "micro batch", "micro batches")
+    batches = quantity(choice.microbatches, "micro batch", "micro batches")
     if group == layout.pipeline and choice.microbatches % group:
         return f"with VPP, {batches} must be a multiple of PP {layout.pipeline}"
     if not layout.pipeline <= group <= choice.microbatches:

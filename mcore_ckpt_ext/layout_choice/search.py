@@ -86,7 +86,7 @@ def search(
     """
     evaluation = _Evaluation(job, table, old, request, buffers)
     result = evaluation.result
-    result.found = [evaluation.evaluate(*accepted) for accepted in evaluation.accepted()]
+    result.found = [evaluation.evaluate(*accepted) for accepted in evaluation.accepted_layouts()]
     result.found.sort(key=lambda candidate: plan_key(candidate, old, request))
     return result
 
@@ -100,7 +100,7 @@ def first_of_search(
     """
     evaluation = _Evaluation(job, table, old, request, buffers)
     groups: dict[tuple[object, ...], list[tuple[Choice, StageSplit]]] = {}
-    for choice, split in evaluation.accepted():
+    for choice, split in evaluation.accepted_layouts():
         key = key_without_memory(choice, _differences(choice, old), old, request)
         groups.setdefault(key, []).append((choice, split))
     found: list[FoundLayout] = []
@@ -128,7 +128,7 @@ class _Evaluation:
         self._holdings = cache(self._held_by_stages)
         self.result = Search()
 
-    def accepted(self) -> Iterator[tuple[Choice, StageSplit]]:
+    def accepted_layouts(self) -> Iterator[tuple[Choice, StageSplit]]:
         """Yield all layouts in the order of their sizes; the result learns what excludes the others."""
         sizes = Combinations(self._job, self._old, self._request.gpus, self._request.pins)
         for dense in sizes.dense_layouts():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.collectives import gather, list_reasons_of_all
-from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import MasterCheck
 from mcore_ckpt_ext.megatron.live.master_check import STRETCH, LiveMismatch, live_mismatches
@@ -83,9 +83,9 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, permitted: Master
     if not mismatches:
         return all(comparison.found is not None and not comparison.has_remainders for comparison in comparisons)
     names = list(dict.fromkeys(mismatch.name for mismatch in mismatches))
-    more = f"; and {counted(len(names) - _SHOWN, 'more parameter')}" if len(names) > _SHOWN else ""
+    more = f"; and {quantity(len(names) - _SHOWN, 'more parameter')}" if len(names) > _SHOWN else ""
     error = ProofError(
-        f"after this load {counted(len(names), 'parameter has', 'parameters have')} masters that do not round to "
+        f"after this load {quantity(len(names), 'parameter has', 'parameters have')} masters that do not round to "
         "their weights: the first step "
         "would overwrite the weights with something else",
         found="; ".join(
@@ -116,9 +116,9 @@ def repair_shifted(session: LoadSession, chunks: Chunks, optimizer: Any, argumen
     running = JobArguments.of(vars(arguments))
     prepared = prepare(session, chunks, optimizer, running, ResumeOptions(accept_lost=ACCEPT_LOST.value))
     proven = prepared.prove()
-    elements = counted(prepared.lost_elements, "lost element took its weight", "lost elements took their weights")
+    elements = quantity(prepared.lost_elements, "lost element took its weight", "lost elements took their weights")
     lost = f", {elements}, with zero moments"
-    repaired = f"repaired, because Megatron wrote them shifted: {counted(len(names), 'parameter')} of this checkpoint"
+    repaired = f"repaired, because Megatron wrote them shifted: {quantity(len(names), 'parameter')} of this checkpoint"
     announce(f"{repaired}{lost if prepared.lost_elements else ''}; {proven.fill()}")
 
 

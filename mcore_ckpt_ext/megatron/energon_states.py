@@ -26,7 +26,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import agree, is_first_rank
 from mcore_ckpt_ext.continuity.energon import LoaderSizes, saves_loader_states
 from mcore_ckpt_ext.continuity.order_change import CHANGES, DataOrder, OrderChange
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, counted
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.patching.overrides import Scope
@@ -131,7 +131,7 @@ def _find(written: JobArguments, running: JobArguments, folder: str) -> SavedSta
     if set(by_name) != set(names):
         raise UnreadableCheckpointError(
             f"{root} has {len(by_name)} of them, the job of the checkpoint had "
-            f"{counted(len(names), 'data-parallel rank')}"
+            f"{quantity(len(names), 'data-parallel rank')}"
         )
     return SavedStates(place, int(folder.rpartition("_")[2]), tuple(by_name[name] for name in names))
 

@@ -156,7 +156,7 @@ class _FastLoad:
         return _answer(self._request, values), nbytes
 
     def _plan(self) -> _Plan:
-        checkpoint, refusal = _opened(self._session, self._opened)
+        checkpoint, refusal = _torch_dist_checkpoint(self._session, self._opened)
         refusal = refusal or self._requests.unknown
         if checkpoint is not None and refusal is None:
             refusal = self._refusal_of(checkpoint)
@@ -200,7 +200,9 @@ class _FastLoad:
         return dict.fromkeys(missing) | {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
 
 
-def _opened(session: LoadSession, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
+def _torch_dist_checkpoint(
+    session: LoadSession, opened: Checkpoint | None
+) -> tuple[TorchDistCheckpoint | None, str | None]:
     """Return the open checkpoint, or the reason why this package does not read it."""
     if not session.folder.is_dir():
         return None, f"{session.folder} is not a folder of this machine"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agree, is_first_rank
-from mcore_ckpt_ext.errors import CheckpointError, counted, with_indefinite_article
+from mcore_ckpt_ext.errors import CheckpointError, quantity, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.forward_pass import notes_on
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -49,7 +49,7 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
     left_out: list[str] = []
     registered: set[str] = set()
 
-    def opened(live: set[str]) -> CheckpointView:
+    def open_view(live: set[str]) -> CheckpointView:
         checkpoint = open_for_job(folder, arguments)
         if checkpoint.family.origin:
             registered.add(f", {with_indefinite_article(checkpoint.family.described)}")
@@ -59,11 +59,11 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
             left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
         check_vocabulary(checkpoint, chunks)
         if checkpoint.left_out:
-            left_out.append(f"{counted(len(checkpoint.left_out), 'tensor')} without an equivalent in Megatron")
+            left_out.append(f"{quantity(len(checkpoint.left_out), 'tensor')} without an equivalent in Megatron")
         return checkpoint.view
 
     exists = overridden(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
-    with exists, present(scope, LoadSession(folder), chunks, opened), initialization_kept(chunks, new, optimizer):
+    with exists, present(scope, LoadSession(folder), chunks, open_view), initialization_kept(chunks, new, optimizer):
         result = stock()
     grown = f"; {kept_message(new)}" if new else ""
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""

@@ -16,7 +16,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import agree
 from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of
 from mcore_ckpt_ext.continuity.sizes import sizes_of_job
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -310,7 +310,7 @@ class _LoadCall:
         overrides = follows_samples and OVERRIDES_BOUNDS_OF_GROUPS.is_of(megatron_version())
         if overrides and scheduler.num_steps != samples:
             announce(
-                f"the scheduler continues at {counted(samples, 'consumed sample')}, as in Megatron with "
+                f"the scheduler continues at {quantity(samples, 'consumed sample')}, as in Megatron with "
                 f"--override-opt_param-scheduler; it had counted {scheduler.num_steps}"
             )
             scheduler.num_steps = samples

@@ -114,7 +114,7 @@ def packs_otherwise(session: LoadSession, chunks: Callable[[], Chunks], optimize
     size. With remainders no comparison would reveal it: every pair of a weight and a remainder forms a valid master.
     """
 
-    def recorded() -> Mapping[tuple[int, int], str] | None:
+    def recorded_order() -> Mapping[tuple[int, int], str] | None:
         # The sidecar's layout is not compared: its order is compared with the live one.
         sidecar = find_sidecar(session.index).sidecar if is_first_rank() else None
         return None if sidecar is None else order_digests(sidecar.groups)
@@ -125,7 +125,7 @@ def packs_otherwise(session: LoadSession, chunks: Callable[[], Chunks], optimize
         attempt(lambda: live_orders.update(order_digests(recorded_groups(chunks(), optimizer))))
         return any(recorded_orders.get(group, order) != order for group, order in live_orders.items())
 
-    recorded_orders = agree(_PHASE, recorded)[0] or {}
+    recorded_orders = agree(_PHASE, recorded_order)[0] or {}
     return bool(recorded_orders) and any(agree(_PHASE, differs))
 
 

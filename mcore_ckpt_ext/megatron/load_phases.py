@@ -182,8 +182,8 @@ LOOKING = (
     Phase(
         "looking at what is to be loaded",
         Who.EACH_RANK,
-        lambda resume, performer: performer.observed(resume),
-        collect=lambda resume, performer, observed: performer.compare_observed(resume, observed),
+        lambda resume, performer: performer.observations(resume),
+        collect=lambda resume, performer, observed: performer.compare_observations(resume, observed),
     ),
 )
 """What is there to be loaded?"""

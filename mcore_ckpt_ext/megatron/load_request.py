@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.continuity.order_change import DataOrder
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.megatron.trees import items_of, leaves
 from mcore_ckpt_ext.optimizer_reshard import Prepared
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
@@ -59,7 +59,7 @@ def check_lists(tree: Any, planned: Collection[TreePath], path: TreePath = ()) -
         if any(within) and not all(within):
             raise UnsupportedCheckpointError(
                 "a list of the state dict mixes optimizers that Megatron can load with others that it cannot",
-                found=f"{sum(within)} of {counted(len(within), 'element')} that it cannot load, at {_describe(path)}",
+                found=f"{sum(within)} of {quantity(len(within), 'element')} that it cannot load, at {_describe(path)}",
                 hint="give each optimizer a key of its own, as in {'first': ..., 'second': ...}",
             )
     for child, value in children.items():

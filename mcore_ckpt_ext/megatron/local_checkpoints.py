@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.errors import ResumeRefusedError, counted
+from mcore_ckpt_ext.errors import ResumeRefusedError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.patching.log import announce
@@ -78,8 +78,8 @@ def _report_unused(context: Any, persistent: int | None) -> None:
         return
     holders = sum(any(number == newest for number, *_ in ids) for ids in available)
     instead = "the job starts without a checkpoint" if persistent is None else f"iteration {persistent} is loaded"
-    ranks = f"of {counted(len(available), 'rank')}"
-    parts = counted(holders, f"{ranks} has its part of it", f"{ranks} have their part of it")
+    ranks = f"of {quantity(len(available), 'rank')}"
+    parts = quantity(holders, f"{ranks} has its part of it", f"{ranks} have their part of it")
     announce(
         f"the local checkpoint of iteration {newest} cannot be used: only {parts}, and it cannot be resharded; "
         f"{instead}"

@@ -54,12 +54,12 @@ class MegatronRank(LiveRank):
         self._call = call
         self._load_without_optimizer = load_without_optimizer
 
-    def observed(self, resume: MegatronResume) -> tuple[tuple[bool, ...], dict[str, str]]:
+    def observations(self, resume: MegatronResume) -> tuple[tuple[bool, ...], dict[str, str]]:
         """Return what must be the same on all ranks: visible tracker files, and this package's settings."""
         settings = {setting.name: str(setting.chosen(resume.arguments)) for setting in SETTINGS}
         return trackers_seen(resume.arguments, resume.load_arg), settings
 
-    def compare_observed(
+    def compare_observations(
         self, resume: MegatronResume, observed: Sequence[tuple[tuple[bool, ...], dict[str, str]]]
     ) -> None:
         """Refuse if the ranks differ, so that some would wait in collectives that others do not call.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.collectives import refusal_text
-from mcore_ckpt_ext.errors import ResumeRefusedError, counted
+from mcore_ckpt_ext.errors import ResumeRefusedError, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -78,8 +78,8 @@ def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRef
             "comparing the vocabularies",
             "the job has tokens without rows in the checkpoint, and their weights would be zero",
         ),
-        found=f"{counted(tokens.start, 'row')} in the checkpoint, padding included; new are {format_tokens(tokens)}",
-        expected=f"at most {counted(tokens.start, 'token')}",
+        found=f"{quantity(tokens.start, 'row')} in the checkpoint, padding included; new are {format_tokens(tokens)}",
+        expected=f"at most {quantity(tokens.start, 'token')}",
         where=where,
         hint=same + (keep if can_be_kept else ""),
     )

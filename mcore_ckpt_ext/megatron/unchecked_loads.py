@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mcore_ckpt_ext.collectives import agree_here
-from mcore_ckpt_ext.errors import ResumeRefusedError, counted, join_some
+from mcore_ckpt_ext.errors import ResumeRefusedError, join_some, quantity
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
 from mcore_ckpt_ext.megatron.load_session import LoadSession
@@ -63,7 +63,7 @@ class UncheckedLoads:
         except ResumeRefusedError as error:
             refusal = ResumeRefusedError(
                 f"the optimizer's masters belong to other parameters; {_FILLED}\n  {error}\n  ",
-                found=f"{counted(len(evidence.differing), 'parameter')}, {join_some(evidence.differing)}",
+                found=f"{quantity(len(evidence.differing), 'parameter')}, {join_some(evidence.differing)}",
                 expected="masters that round to the live weights, as those of the other parameters do",
                 where=str(folder),
                 hint="load the weights of the same checkpoint before its optimizer",

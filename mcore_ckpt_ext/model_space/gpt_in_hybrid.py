@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.model_space.names import Layer, layer_name, split_layer
 
 _ATTENTION = "*"
@@ -38,8 +38,8 @@ def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict
     if not is_known or not attention or len(attention) != len(linear):
         raise UnsupportedCheckpointError(
             "a GPT checkpoint cannot be loaded into a hybrid model with this pattern",
-            found=f"--hybrid-layer-pattern {pattern}: {counted(len(attention), 'attention layer')}, "
-            f"{counted(len(linear), 'MLP layer')}",
+            found=f"--hybrid-layer-pattern {pattern}: {quantity(len(attention), 'attention layer')}, "
+            f"{quantity(len(linear), 'MLP layer')}",
             expected=f"as many {_ATTENTION} as {_DENSE}, or as {_EXPERTS}; no others except {_NEW}",
             hint="choose another --hybrid-layer-pattern; Megatron's own conversion (gpt_checkpoint_interop.py) "
             "has the same limit",

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.operations.reading import cached
+from mcore_ckpt_ext.operations.reading import with_cache
 from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
 from mcore_ckpt_ext.planning.write_plan import Block, QuantizedOutput, Record, WriteItem
@@ -29,7 +29,7 @@ class BlockReader:
         self.proven = 0
         self._master_check = checkpoint.job.master_check
         self._derives_weights = checkpoint.optimizer.weights_derived_from_masters
-        self._source = cached(checkpoint)
+        self._source = with_cache(checkpoint)
         self._checksums = Checksums(checkpoint.files.reader)
         # One thread, because the caller reads several records at once.
         self._transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1, checksums=self._checksums)

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.errors import (
     ContentError,
     UnsupportedCheckpointError,
     UsageError,
-    counted,
+    quantity,
     reraise_as_unreadable,
 )
 from mcore_ckpt_ext.formats.accounts import Account, account_of
@@ -36,7 +36,7 @@ from mcore_ckpt_ext.operations.difference_map import DifferenceCounts, MapBuilde
 from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison, compare_metadata
 from mcore_ckpt_ext.operations.options import ComparisonOptions, Location
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, cached, strip_shifts
+from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, strip_shifts, with_cache
 from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
@@ -141,9 +141,9 @@ def _comparison(
 
 def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataComparison]:
     a, b = sides
-    rounded = [side.shifted() for side in sides]
+    rounded = [side.count_shifted() for side in sides]
     if any(rounded):
-        values = (f"{counted(count, 'norm')}, when 1 is subtracted" if count else "nothing" for count in rounded)
+        values = (f"{quantity(count, 'norm')}, when 1 is subtracted" if count else "nothing" for count in rounded)
         yield MetadataComparison("rounded before", *values)
     if a.rows or b.rows:
         yield MetadataComparison("vocabulary compared", a.vocabulary, b.vocabulary)
@@ -216,7 +216,7 @@ class _Side:
     def __init__(self, checkpoint: CheckpointView, rows: int | None, as_stored: bool) -> None:
         self.checkpoint = checkpoint
         self.rows = rows
-        self.source = cached(strip_shifts(checkpoint) if as_stored else checkpoint)
+        self.source = with_cache(strip_shifts(checkpoint) if as_stored else checkpoint)
         self.transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1)
         self._memory = BlockMemory()
         self.kinds = checkpoint.kinds()
@@ -241,15 +241,15 @@ class _Side:
         stored = tensor.shape[0] if tensor else 0
         if self.rows in (None, stored):
             return "all"
-        return f"{self.rows} of {counted(stored, 'row')}, as many as the other has"
+        return f"{self.rows} of {quantity(stored, 'row')}, as many as the other has"
 
     def nbytes(self, kind: str, name: str) -> int:
         tensor = self.source.logical_tensor(kind, name)
         return 0 if tensor is None else prod(tensor.shape) * int(getattr(torch, tensor.dtype).itemsize)
 
-    def shifted(self) -> int:
+    def count_shifted(self) -> int:
         """Return the number of weights that are stored plus 1; in a coarse dtype they were rounded."""
-        extents = ([stored.extent for stored in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
+        extents = ([stored.extent for stored in self.source.stored_slices(WEIGHT, name)] for name in self.names(WEIGHT))
         return sum(
             any(isinstance(extent, ReorderedMatrix) and extent.shift for extent in extents_of_weight)
             for extents_of_weight in extents
@@ -291,7 +291,7 @@ def _compare_tensor(
         tally.largest,
         first,
         padding,
-        where=tally.picture.finished() if tally.picture and tally.different else None,
+        where=tally.picture.finish() if tally.picture and tally.different else None,
     )
 
 

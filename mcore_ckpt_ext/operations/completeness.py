@@ -17,7 +17,7 @@ from operator import add, lt
 from pathlib import Path
 from typing import NamedTuple
 
-from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, counted, join_some
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, join_some, quantity
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.registry import format_of
@@ -196,7 +196,7 @@ def _check_objects(where: str, keys: Iterable[str]) -> Iterator[Finding]:
         if len(offsets[0]) == len(sizes) + 1:
             sizes.append(max(last for *_, last in offsets) + 1)
         if len(offsets) != prod(sizes):
-            yield error(COMPLETE, where, f"{key} has {counted(len(offsets), 'shard')} of {prod(sizes):,}")
+            yield error(COMPLETE, where, f"{key} has {quantity(len(offsets), 'shard')} of {prod(sizes):,}")
 
 
 def _is_intact(reader: FolderReader, size: int | None, file: str, records: Sequence[tuple[int, int, str]]) -> bool:
@@ -225,7 +225,7 @@ def _damage(
         message = str(problem)
         if not path.is_file():
             keys = list(dict.fromkeys(record.key for record in needed))
-            message = f"missing; it held {counted(len(needed), 'record')}, of {join_some(keys)}"
+            message = f"missing; it held {quantity(len(needed), 'record')}, of {join_some(keys)}"
         yield error(COMPLETE, str(path), message, path.name)
         return
     cut = [r for r in needed if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
@@ -235,7 +235,7 @@ def _damage(
         yield error(
             COMPLETE,
             str(path),
-            f"{counted(size, 'byte')}, but its records need {length_needed:,}; cut off: {join_some(keys)}",
+            f"{quantity(size, 'byte')}, but its records need {length_needed:,}; cut off: {join_some(keys)}",
             path.name,
             size,
         )

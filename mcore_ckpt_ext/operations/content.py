@@ -8,14 +8,14 @@ from math import isfinite, prod
 
 import numpy as np
 
-from mcore_ckpt_ext.errors import ContentError, counted, join_some
+from mcore_ckpt_ext.errors import ContentError, join_some, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, MASTERS, VALUES, Check, Finding, Results, error, warning
-from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, cached
+from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, with_cache
 from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.operations.workers import Workers
@@ -81,14 +81,14 @@ class ContentCheck:
         self.checkpoint = checkpoint
         # One thread, because the caller divides the blocks between threads.
         self._transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1, checksums=checksums)
-        self._sources = {WEIGHT: cached(checkpoint.model.weights())}
+        self._sources = {WEIGHT: with_cache(checkpoint.model.weights())}
         self._memory = BlockMemory()
         self._unreadable = unreadable
         self._digest_tensors = digest_tensors
         self._optimizer = checkpoint.optimizer.state() if reads_state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
-            self._sources |= dict.fromkeys(self._optimizer.kinds, cached(self._optimizer))
+            self._sources |= dict.fromkeys(self._optimizer.kinds, with_cache(self._optimizer))
 
     def names(self) -> list[str]:
         """Return all parameters with a weight or with state that can be read."""
@@ -121,7 +121,9 @@ class ContentCheck:
         return report
 
     def _is_readable(self, kind: str, name: str) -> bool:
-        return not any(stored.extent.file in self._unreadable for stored in self._sources[kind].stored(kind, name))
+        return not any(
+            stored.extent.file in self._unreadable for stored in self._sources[kind].stored_slices(kind, name)
+        )
 
     def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:
         region = Region.whole(name, next(iter(held.values())).shape)
@@ -161,7 +163,7 @@ class ContentCheck:
         for copy in compared_copies(self.checkpoint, kind, name, self._transfer):
             report.copied += copy.elements
             if copy.different:
-                elements = counted(copy.different, "element")
+                elements = quantity(copy.different, "element")
                 message = f"copy {copy.number} differs from the first in {elements} ({copy.places})"
                 severity = warning if is_left_by_offload(self.checkpoint, kind, name) else error
                 report.findings.append(severity(COPIES, f"{kind} {name}", message))
@@ -191,8 +193,8 @@ class ContentCheck:
         """Return the number of elements in a slot that are not its parameter's; lost elements count, too."""
         in_slots = replace(
             SourceView.of(optimizer),
-            stored=optimizer.slots,
-            stored_in=lambda kind, region: optimizer.slots(kind, region.name),
+            stored_slices=optimizer.slots,
+            stored_slices_in=lambda kind, region: optimizer.slots(kind, region.name),
         )
         slot = bits_of(read_slice(in_slots, self._transfer, kind, target))
         true_bits = bits_of(read_slice(self._sources[kind], self._transfer, kind, target, accept_lost=True))
@@ -253,18 +255,18 @@ def _comparison_checks(checkpoint: CheckpointView, reports: Sequence[ParameterRe
         yield Check(MASTERS, "no master was compared with its weight", done=False)
     if compared:
         how = "" if checkpoint.job.master_check is BY_ROUNDING else f", {checkpoint.job.master_check.relation}"
-        equal = counted(compared, "master equal to its weight", "masters equal to their weights")
+        equal = quantity(compared, "master equal to its weight", "masters equal to their weights")
         among = f"{compared - wrong:,} of " if wrong else ""
         yield Check(MASTERS, f"{among}{equal}{how}")
     if joined:
         order_sources = " and ".join(checkpoint.optimizer.state().order_sources())
-        message = f"{counted(joined, 'master')} joined from weights and remainders, placed by {order_sources}"
+        message = f"{quantity(joined, 'master')} joined from weights and remainders, placed by {order_sources}"
         if checkpoint.optimizer.weights_derived_from_masters:
-            message = f"{counted(joined, 'master')}, stored in place of the weights, which are their roundings"
+            message = f"{quantity(joined, 'master')}, stored in place of the weights, which are their roundings"
         yield Check(MASTERS, message)
     if copied := sum(report.copied for report in reports):
-        yield Check(COPIES, f"{counted(copied, 'element')} of tied or replicated copies")
-    yield Check(VALUES, counted(sum(report.elements for report in reports), "element"))
+        yield Check(COPIES, f"{quantity(copied, 'element')} of tied or replicated copies")
+    yield Check(VALUES, quantity(sum(report.elements for report in reports), "element"))
 
 
 def count_values(kind: str, block: torch.Tensor, tally: ValueCounts) -> None:
@@ -285,7 +287,7 @@ def _findings(kind: str, name: str, shape: tuple[int, ...], tally: ValueCounts) 
     where = f"{kind} {name}"
     if tally.first is not None:
         position, master, weight = tally.first
-        wrong = counted(tally.wrong, "master does not round to its weight", "masters do not round to their weights")
+        wrong = quantity(tally.wrong, "master does not round to its weight", "masters do not round to their weights")
         message = f"{wrong}; the first is {master!r} for the weight {weight!r}"
         yield error(MASTERS, where, f"{message}, at {index_of(position, shape)}")
     yield from odd_values(where, tally)
@@ -296,7 +298,7 @@ def odd_values(where: str, tally: ValueCounts, file: str | None = None, offset: 
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):
         message = join_some(
-            [f"{counted(count, 'element is', 'elements are')} {adjective}" for count, adjective in odd if count]
+            [f"{quantity(count, 'element is', 'elements are')} {adjective}" for count, adjective in odd if count]
         )
         yield warning(VALUES, where, message, file, offset)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, run_on_all, total
-from mcore_ckpt_ext.errors import DestinationError, ProofError, counted, reraise_as_unreadable
+from mcore_ckpt_ext.errors import DestinationError, ProofError, quantity, reraise_as_unreadable
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -342,7 +342,7 @@ def _check_readable(folder: Path, source: CheckpointView, laid_out: OutputPlan) 
         if sorted(written.names(kind)) != expected:
             raise DestinationError(
                 "the written checkpoint differs from the source when read back; nothing was published",
-                found=f"{counted(len(written.names(kind)), 'tensor')} of {kind}",
+                found=f"{quantity(len(written.names(kind)), 'tensor')} of {kind}",
                 expected=f"{len(expected)}",
                 where=str(folder),
             )

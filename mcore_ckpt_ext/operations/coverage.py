@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from math import prod
 from operator import sub
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
 from mcore_ckpt_ext.formats.grid import grid_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -52,7 +52,7 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
         yield error(COVERED, where, f"{_nowhere(absent, whole.numel)}; the first is {missing[0][0]}")
     twice = sum(stored.slice.numel for stored in first) + absent - whole.numel
     if twice:
-        yield error(COVERED, where, f"{counted(twice, 'element is', 'elements are')} stored more than once")
+        yield error(COVERED, where, f"{quantity(twice, 'element is', 'elements are')} stored more than once")
 
 
 def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
@@ -131,7 +131,7 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
     if missing:
         yield error(COVERED, where, _nowhere(missing, array.numel))
     if twice:
-        yield error(COVERED, where, f"{counted(twice, 'element is', 'elements are')} stored more than once")
+        yield error(COVERED, where, f"{quantity(twice, 'element is', 'elements are')} stored more than once")
 
 
 def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
@@ -231,7 +231,7 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
             if rank not in present:
                 absent.setdefault(str(rank), []).append(name)
     for place, names in absent.items():
-        message = f"its optimizer state is missing; it had {counted(len(names), 'parameter')}, the first is {names[0]}"
+        message = f"its optimizer state is missing; it had {quantity(len(names), 'parameter')}, the first is {names[0]}"
         yield error(COVERED, place, message)
 
 
@@ -246,5 +246,5 @@ def check_stored_groups(checkpoint: CheckpointView) -> None:
 
 
 def _nowhere(missing: int, numel: int) -> str:
-    elements = f"of {counted(numel, 'element')}"
-    return f"{counted(missing, f'{elements} is', f'{elements} are')} not stored anywhere"
+    elements = f"of {quantity(numel, 'element')}"
+    return f"{quantity(missing, f'{elements} is', f'{elements} are')} not stored anywhere"

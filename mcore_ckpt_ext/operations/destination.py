@@ -109,7 +109,7 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
             )
         folder = Path(os.path.realpath(folder))
     for source in sources:
-        if _nested(folder, source):
+        if _is_nested(folder, source):
             raise DestinationError(
                 "the destination is inside the source, or would replace it",
                 found=f"{source} is read",
@@ -119,7 +119,7 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
     return Destination(folder, iteration)
 
 
-def _nested(first: Path, second: Path) -> bool:
+def _is_nested(first: Path, second: Path) -> bool:
     """Return True if one of two paths is the other or lies in it, under whatever names and links."""
     if is_remote(first) or is_remote(second):
         return first == second or first in second.parents or second in first.parents

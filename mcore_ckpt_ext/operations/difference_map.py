@@ -59,7 +59,7 @@ class MapBuilder:
         finite = torch.where(torch.isfinite(distances), distances, 0.0)
         self._largest.scatter_reduce_(0, cell, finite, "amax")
 
-    def finished(self) -> DifferenceMap:
+    def finish(self) -> DifferenceMap:
         """Return the picture of everything that was added."""
         (cells,) = self._different.nonzero(as_tuple=True)
         counts = zip(cells.tolist(), self._different[cells].tolist(), self._largest[cells].tolist(), strict=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, format_bytes, reraise_as_unreadable
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, quantity, reraise_as_unreadable
 from mcore_ckpt_ext.families.passed_arguments import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
@@ -88,8 +88,8 @@ class ChosenLayout(ShortRepr):
         if self.micro_batch_size != micro:
             batch += f", micro batch {self.micro_batch_size} in place of {micro}"
         chosen = self.layout if self.is_of_flags else f"{self.layout} in place of {self.flags_layout}"
-        waiting = f"; {counted(self.waiting, 'GPU waits', 'GPUs wait')}" if self.waiting else ""
-        return f"{self.gpus} of {counted(self.gpus + self.waiting, 'GPU')}: {chosen}; {batch}{waiting}"
+        waiting = f"; {quantity(self.waiting, 'GPU waits', 'GPUs wait')}" if self.waiting else ""
+        return f"{self.gpus} of {quantity(self.gpus + self.waiting, 'GPU')}: {chosen}; {batch}{waiting}"
 
 
 def choose_layout(
@@ -289,7 +289,7 @@ def _refusal(
     reasons = list(dict.fromkeys(f"{layout}: {reason}" for layout, reason in result.reasons))
     needed = "" if result.least_memory is None else f"; the smallest needs {format_bytes(result.least_memory)} of a GPU"
     return UnsupportedCheckpointError(
-        f"no layout of {counted(gpus, 'GPU')} keeps the training of {old}",
+        f"no layout of {quantity(gpus, 'GPU')} keeps the training of {old}",
         found="; ".join(reasons[:_SHOWN]) or "no sizes to try",
         expected=f"a layout that Megatron accepts, with the same global batch{needed}"
         + ("" if gpu_memory is None else f", which has {format_bytes(gpu_memory)}"),

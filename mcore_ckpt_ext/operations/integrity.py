@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mcore_ckpt_ext.communicator import run_on_all
-from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, counted
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import (
@@ -61,7 +61,7 @@ def check_file_digests(folder: Path, results: Results) -> bool:
     for file in comparison.changed:
         kind = warning if file.editable else error
         results.findings.append(kind(FILE_DIGESTS, str(folder / file.name), file.what, file.name))
-    results.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {counted(comparison.compared, 'file')}"))
+    results.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {quantity(comparison.compared, 'file')}"))
     return all(file.editable for file in comparison.changed)
 
 
@@ -90,16 +90,16 @@ class StoredChecksums:
             confirmed.add(verified, verified_records)
         if self._manifest_bytes:
             results.findings.extend(_check_integrity_manifest(self._checkpoint.files.folder, workers, advance))
-            results.checks.append(Check(MANIFEST, f"SHA-256 of {counted(self._manifest_bytes, 'byte')}"))
+            results.checks.append(Check(MANIFEST, f"SHA-256 of {quantity(self._manifest_bytes, 'byte')}"))
         left = [archive for archive in self._archives if archive not in confirmed.verified]
         findings, unguarded = check_archives(self._checkpoint, left, workers, advance, confirmed)
         results.findings.extend(findings)
         bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.verified]
         results.findings.extend(_check_bare_arrays(self._checkpoint, bare, workers, advance))
         if guarded := self._guarded - unguarded:
-            results.checks.append(Check(CHECKSUMS, f"CRC-32 of {counted(guarded, 'byte')}"))
+            results.checks.append(Check(CHECKSUMS, f"CRC-32 of {quantity(guarded, 'byte')}"))
         if unguarded and not self._manifest_bytes:
-            saved = f"{counted(unguarded, 'byte was', 'bytes were')} saved without any"
+            saved = f"{quantity(unguarded, 'byte was', 'bytes were')} saved without any"
             message = f"{saved} (torch.serialization.set_crc32_options): {_UNDETECTED}"
             results.checks.append(Check(CHECKSUMS, message, done=False))
         if not self._manifest_bytes and _has_bare_numbers(self._checkpoint):
@@ -109,7 +109,7 @@ class StoredChecksums:
 
 def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
     """Return True if tensors are stored as bare elements, without checksums."""
-    stored = (stored for name in checkpoint.names(WEIGHT) for stored in checkpoint.stored(WEIGHT, name)[:1])
+    stored = (stored for name in checkpoint.names(WEIGHT) for stored in checkpoint.stored_slices(WEIGHT, name)[:1])
     return any(isinstance(stored_slice.extent, RawArray) and stored_slice.extent.crc is None for stored_slice in stored)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -109,7 +109,7 @@ def notes_of(candidate: FoundLayout, job: JobArguments, keeps_random_state: bool
         notes.append(f"the micro batch changes from {micro} to {choice.micro_batch}; the global batch stays")
     rows = choice.table.padded_rows
     if not keeps_rows(choice):
-        padded = counted(rows(choice.layout.tensor), "row")
+        padded = quantity(rows(choice.layout.tensor), "row")
         notes.append(
             f"the vocabulary is padded from {rows.stored:,} to {padded}: untrained rows take part in the softmax"
         )

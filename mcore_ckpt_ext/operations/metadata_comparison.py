@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.continuity.data_order import data_description
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted, format_value
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value, quantity
 from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.common_state import scheduler_in
@@ -125,4 +125,4 @@ def _scaling(checkpoint: CheckpointView) -> str:
             digest.update(f"{name} {part} {len(data)};".encode())
             digest.update(data)
         count += bool(parts)
-    return f"of {counted(count, 'module')}, {digest.hexdigest()[:_DIGITS]}" if count else ""
+    return f"of {quantity(count, 'module')}, {digest.hexdigest()[:_DIGITS]}" if count else ""

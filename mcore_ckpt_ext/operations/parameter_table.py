@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -88,7 +88,7 @@ def _stored_width(checkpoint: CheckpointView, name: str) -> int | None:
     Returns:
         None if the weight is not stored: it is derived, or there are only other parts.
     """
-    stored = next(iter(checkpoint.stored(WEIGHT, name)), None)
+    stored = next(iter(checkpoint.stored_slices(WEIGHT, name)), None)
     return None if stored is None else _bytes_of(stored.extent.dtype)
 
 
@@ -101,7 +101,7 @@ def _check_layers(checkpoint: CheckpointView, job: JobArguments, declared: int, 
         raise UnsupportedCheckpointError(
             "the number of layers is not that of the weights",
             found=f"num_layers {declared}",
-            expected=counted(stored_layers, "layer"),
+            expected=quantity(stored_layers, "layer"),
             where=str(checkpoint.files.folder),
             hint=f"pass --argument num_layers={stored_layers}",
         )

@@ -19,11 +19,11 @@ from mcore_ckpt_ext.planning.source_view import SourceView
 BLOCK_ELEMENTS = 1 << 20
 
 
-def cached(source: Source) -> SourceView:
+def with_cache(source: Source) -> SourceView:
     """Return a source that looks up the slices and the shape of each tensor only once."""
     return replace(
         SourceView.of(source),
-        stored=lru_cache(maxsize=None)(source.stored),
+        stored_slices=lru_cache(maxsize=None)(source.stored_slices),
         logical_tensor=lru_cache(maxsize=None)(source.logical_tensor),
     )
 
@@ -32,8 +32,8 @@ def strip_shifts(source: Source) -> SourceView:
     """Return a source whose numbers are read as stored, without the shift that model space applies."""
     return replace(
         SourceView.of(source),
-        stored=lambda kind, name: _unshift(source.stored(kind, name)),
-        stored_in=lambda kind, region: _unshift(slices_in(source, kind, region)),
+        stored_slices=lambda kind, name: _unshift(source.stored_slices(kind, name)),
+        stored_slices_in=lambda kind, region: _unshift(slices_in(source, kind, region)),
     )
 
 

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.communicator import run_on_first
 from mcore_ckpt_ext.errors import (
     ContentError,
     UnreadableCheckpointError,
-    counted,
+    quantity,
     reraise_as_unreadable,
     unreadable_file,
 )
@@ -25,7 +25,7 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Check, Results, error
 from mcore_ckpt_ext.operations.integrity import digest_of_file
-from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory, blocks, cached
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory, blocks, with_cache
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -167,11 +167,11 @@ class Recording:
                 results.findings.append(error(RECORDED_FILES, where, message, name))
         for name in sorted(digests.keys() - manifest.files.keys()):
             results.findings.append(error(RECORDED_FILES, str(self.folder / name), "it is not recorded", name))
-        results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {counted(len(manifest.files), 'file')}"))
+        results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {quantity(len(manifest.files), 'file')}"))
         if len(results.findings) > before or not files_suffice:
             self.compare_tensors(manifest, results)
         elif manifest.has_tensors:
-            message = f"{counted(len(manifest.tensors), 'tensor')}, in files that are as recorded"
+            message = f"{quantity(len(manifest.tensors), 'tensor')}, in files that are as recorded"
             results.checks.append(Check(RECORDED_TENSORS, message))
 
     def compare_tensors(self, manifest: Manifest, results: Results) -> None:
@@ -187,7 +187,7 @@ class Recording:
             return
         for tensor, message in differing_tensors(manifest.tensors, digests):
             results.findings.append(error(RECORDED_TENSORS, f"{tensor.kind} {tensor.name}", message))
-        results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {counted(len(manifest.tensors), 'tensor')}"))
+        results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {quantity(len(manifest.tensors), 'tensor')}"))
 
     def file_digests(self, manifest: Path) -> dict[str, str]:
         """Return the SHA-256 of the folder's files, by path in the folder, without the manifest itself.
@@ -249,8 +249,10 @@ class _ModelTensors:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
         self._transfer = Transfer(checkpoint.files.reader.past_cache(), workers=1)
         self._memory = BlockMemory()
-        self._sources = {kind: cached(checkpoint.optimizer.state()) for kind in checkpoint.kinds() if kind != WEIGHT}
-        self._sources[WEIGHT] = cached(checkpoint.model.weights())
+        self._sources = {
+            kind: with_cache(checkpoint.optimizer.state()) for kind in checkpoint.kinds() if kind != WEIGHT
+        }
+        self._sources[WEIGHT] = with_cache(checkpoint.model.weights())
 
     def size(self, key: Key) -> int:
         """Return the number of elements of a tensor."""

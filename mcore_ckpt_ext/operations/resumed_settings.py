@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted, format_value, join_some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, join_some, quantity
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.portable_state import portable_group
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -122,7 +122,7 @@ def _settings_of_groups(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
         yield Setting(key, texts[0], texts[1], equal)
     made_up = [{repr(sorted((key, _plain(group.get(key))) for key in keys)) for group in groups} for groups in (a, b)]
     if all_equal:
-        texts = [counted(len(groups), "different group") for groups in made_up]
+        texts = [quantity(len(groups), "different group") for groups in made_up]
         yield Setting("parameter groups", texts[0], texts[1], made_up[0] == made_up[1])
 
 
@@ -138,7 +138,7 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
 def _settings_of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> Iterator[Setting]:
     if a is None or b is None:
         if a is not b:
-            texts = [_ABSENT if mapping is None else counted(len(mapping), "entry", "entries") for mapping in (a, b)]
+            texts = [_ABSENT if mapping is None else quantity(len(mapping), "entry", "entries") for mapping in (a, b)]
             yield Setting(name, texts[0], texts[1], equal=False)
         return
     for key in sorted({*map(str, a), *map(str, b)}):
@@ -153,6 +153,6 @@ def _settings_of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator
         ]
         if states[0] and states[0].keys() == states[1].keys():
             differing = [str(place) for place in states[0] if states[0][place] != states[1][place]]
-            text = f"of {counted(len(states[0]), 'rank')}"
+            text = f"of {quantity(len(states[0]), 'rank')}"
             other = f"others at {join_some(differing)}" if differing else text
             yield Setting("random states", text, other, not differing)

@@ -67,11 +67,11 @@ def open_source(
         return _merge_adapters(checkpoint, target, family, merge)
     from_hugging_face = checkpoint.format.reader.is_model_folder
     if not target.places_mtp:
-        checkpoint = checkpoint.format.for_legacy_files(checkpoint)
-    if target.for_bridge or target.is_model_folder:
+        checkpoint = checkpoint.format.limit_to_legacy(checkpoint)
+    if target.is_for_bridge or target.is_model_folder:
         from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, with_vision_tower
 
-        checkpoint = with_vision_tower(checkpoint) if target.for_bridge else as_text_model(checkpoint)
+        checkpoint = with_vision_tower(checkpoint) if target.is_for_bridge else as_text_model(checkpoint)
     if requested_spec is not None and not from_hugging_face:
         checkpoint = _under_layer_spec(checkpoint, target, requested_spec)
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
@@ -172,7 +172,7 @@ def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> 
         UsageError: the option is invalid for this source or target.
         UnsupportedCheckpointError: the other spec has no such layers.
     """
-    if target.for_bridge:
+    if target.is_for_bridge:
         raise UsageError(
             "the layer spec can be chosen for jobs of Megatron-LM only",
             found=f"--transformer-impl {spec}, --for bridge",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -44,12 +44,12 @@ class StateCheck:
             for buffers in optimizer.buffers:
                 results.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
                 results.checks.append(
-                    Check(COVERED, f"{counted(len(buffers.groups), 'group')} of flat optimizer arrays")
+                    Check(COVERED, f"{quantity(len(buffers.groups), 'group')} of flat optimizer arrays")
                 )
             if not optimizer.buffers:
                 results.findings.extend(check_state(checkpoint))
                 results.checks.append(
-                    Check(COVERED, f"optimizer state of {counted(len(optimizer.names()), 'parameter')}")
+                    Check(COVERED, f"optimizer state of {quantity(len(optimizer.names()), 'parameter')}")
                 )
 
     def recover(self) -> bool:
@@ -76,7 +76,7 @@ class StateCheck:
             optimizer = checkpoint.optimizer.state()
             if all(map(self._recover_packing, optimizer.buffers)):
                 findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
-                message = f"optimizer state of {counted(len(optimizer.names()), 'parameter')}"
+                message = f"optimizer state of {quantity(len(optimizer.names()), 'parameter')}"
                 self._results.checks.append(Check(COVERED, message))
                 return True
         return False
@@ -101,7 +101,7 @@ class StateCheck:
         if recovered and optimizer.digests:
             problems = differing(optimizer)
             findings.extend(error(DIGESTS, sidecar, problem) for problem in problems)
-            checks.append(Check(DIGESTS, f"state of {counted(len(optimizer.names()), 'parameter')} as it was saved"))
+            checks.append(Check(DIGESTS, f"state of {quantity(len(optimizer.names()), 'parameter')} as it was saved"))
             return recovered and not problems
         return recovered
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from math import prod
 
-from mcore_ckpt_ext.errors import ContentError, counted
+from mcore_ckpt_ext.errors import ContentError, quantity
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.listing import About, ListedTensor, Listing
 from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -49,12 +49,12 @@ def check_listing(listing: Listing, results: Results) -> None:
         kind = error if problem.is_error else warning
         results.findings.append(kind(_CHECKS[problem.about], problem.where, problem.what, problem.file, problem.offset))
     results.checks.append(
-        Check(COMPLETE, f"{counted(listing.files, 'file')}, {counted(len(listing.tensors), 'tensor')}")
+        Check(COMPLETE, f"{quantity(listing.files, 'file')}, {quantity(len(listing.tensors), 'tensor')}")
     )
     if listing.dtypes:
         results.checks.append(Check(DTYPES, listing.dtypes))
     if scales := sum(tensor.is_scale for tensor in listing):
-        results.checks.append(Check(SCALES, f"{counted(scales, 'tensor')} of scales"))
+        results.checks.append(Check(SCALES, f"{quantity(scales, 'tensor')} of scales"))
 
 
 def listed_bytes(listing: Listing) -> int:
@@ -104,10 +104,10 @@ def check_stored_tensors(
     digests.tensors += [digest for _, digest in checked if digest is not None]
     findings = [*of_archives, *(of_one for of_one, _ in checked)]
     results.findings.extend(finding for of_one in findings for finding in of_one)
-    results.checks.append(Check(VALUES, counted(sum(prod(tensor.shape) for tensor in listing), "element")))
+    results.checks.append(Check(VALUES, quantity(sum(prod(tensor.shape) for tensor in listing), "element")))
     with_checksum = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)
     if guarded := with_checksum + sum(map(listing.reader.size, listing.archives)):
-        results.checks.append(Check(CHECKSUMS, f"CRC-32 of {counted(guarded, 'byte')}"))
+        results.checks.append(Check(CHECKSUMS, f"CRC-32 of {quantity(guarded, 'byte')}"))
     else:
         message = "no checksums stored: record some with --record FILE, and compare with --against FILE"
         results.checks.append(Check(CHECKSUMS, message, done=False))
@@ -209,7 +209,7 @@ class _ElementCheck:
             message = "its checksum differs from the stored one: the tensor is damaged"
             findings.append(error(CHECKSUMS, tensor.name, message, payload.file, begin))
         if wrong_scales:
-            message = f"{counted(wrong_scales, 'scale is', 'scales are')} negative, infinite or not a number"
+            message = f"{quantity(wrong_scales, 'scale is', 'scales are')} negative, infinite or not a number"
             findings.append(error(SCALES, tensor.name, message, payload.file, begin))
         else:
             findings.extend(odd_values(tensor.name, tally, payload.file, begin))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, format_bytes, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, join_some, quantity
 from mcore_ckpt_ext.formats.accounts import Account, account_of, together
 from mcore_ckpt_ext.formats.canonical.options import Canonical
 from mcore_ckpt_ext.formats.unread_state import UnreadState, is_of_optimizer
@@ -58,11 +58,11 @@ def resolve_dropped_state(
         if checkpoint.optimizer.format():
             account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_DROPPED)
         return without_optimizer(checkpoint), account
-    lost = [item for item in unread if item.of_optimizer and item.kind not in drop]
+    lost = [item for item in unread if item.is_of_optimizer_state and item.kind not in drop]
     if lost:
         raise UnsupportedCheckpointError(
             "the checkpoint has unsupported optimizer state that would be lost",
-            found=listed(lost),
+            found=format_items(lost),
             where=str(checkpoint.files.folder),
             hint=f"to convert without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; for the "
             f"weights alone, --drop {OPTIMIZER}",
@@ -73,13 +73,13 @@ def resolve_dropped_state(
     return checkpoint, account
 
 
-def listed(items: Iterable[UnreadState]) -> str:
+def format_items(items: Iterable[UnreadState]) -> str:
     """Format the first few keys with their sizes."""
     return join_some([f"{item.key} ({format_bytes(item.nbytes)})" for item in items])
 
 
 def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], drop: Collection[str]) -> None:
-    there = dict.fromkeys(item.kind for item in unread if item.of_optimizer)
+    there = dict.fromkeys(item.kind for item in unread if item.is_of_optimizer_state)
     if checkpoint.optimizer.format() or there:
         there[OPTIMIZER] = None
     unknown = [kind for kind in drop if kind not in there]
@@ -113,7 +113,7 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     if checkpoint.optimizer.param_groups() and possible:
         return
     summary = f"{checkpoint.optimizer.format()}: " + ", ".join(
-        f"{k} of {counted(len(names[k]), 'parameter')}" for k in names
+        f"{k} of {quantity(len(names[k]), 'parameter')}" for k in names
     )
     raise UnsupportedCheckpointError(
         f"this optimizer cannot be written as {target.name}: it would be lost",

@@ -14,9 +14,9 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsafePickleError,
     UnsupportedCheckpointError,
-    counted,
     format_bytes,
     join_some,
+    quantity,
     reraise_as_unreadable,
 )
 from mcore_ckpt_ext.formats.accounts import account_of
@@ -225,7 +225,7 @@ class _Run:
 
     def _check_weights(self, checkpoint: CheckpointView, described: Collection[str] = ()) -> None:
         self.results.findings.extend(check_kind(checkpoint, WEIGHT))
-        self.results.checks.append(Check(COVERED, counted(len(checkpoint.names(WEIGHT)), "weight")))
+        self.results.checks.append(Check(COVERED, quantity(len(checkpoint.names(WEIGHT)), "weight")))
         self._check_known(checkpoint, described)
 
     def _check_metadata(self, checkpoint: CheckpointView) -> set[str]:
@@ -312,7 +312,7 @@ class _Run:
         self.results.findings.extend(findings)
         if not self._options.quick and index.has_plans:
             self.results.findings.extend(check_index_file(self.folder))
-        self.results.checks.append(Check(COMPLETE, counted(files, "file")))
+        self.results.checks.append(Check(COMPLETE, quantity(files, "file")))
         return unreadable
 
     def _error(self, check: str, problem: CheckpointError) -> None:

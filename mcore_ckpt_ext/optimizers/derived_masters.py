@@ -17,7 +17,7 @@ from mcore_ckpt_ext.planning.plan import Copies, Derivation, ElementByElement, S
 def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
     """Add masters to a state that stores remainders of bf16 weights, by joining the two.
 
-    For such a master, `stored` and `copies` return the stored parts and the copies of its remainder.
+    For such a master, `stored_slices` and `copies` return the stored parts and the copies of its remainder.
     """
     kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
 
@@ -58,7 +58,7 @@ def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
         carried_kinds=tuple(kind for kind in kinds if kind != PARAM_REMAINDER),  # masters contain the remainders
         names=names,
         logical_tensor=logical_tensor,
-        stored=lambda kind, name: state.stored(stored_kind(kind, name), name),
+        stored_slices=lambda kind, name: state.stored_slices(stored_kind(kind, name), name),
         copies=lambda kind, name: state.copies(stored_kind(kind, name), name),
         dtypes_of=lambda name: _with_master(state.dtypes_of(name)),
         derivation=derivation,
@@ -109,7 +109,7 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
         carried_kinds=kinds,
         names=names,
         logical_tensor=logical_tensor,
-        stored=lambda kind, name: state.stored(stored_kind(kind), name) if kind != FP32_PARAM else [],
+        stored_slices=lambda kind, name: state.stored_slices(stored_kind(kind), name) if kind != FP32_PARAM else [],
         copies=lambda kind, name: state.copies(stored_kind(kind), name),
         dtypes_of=dtypes_of,
         derivation=derivation,
@@ -138,12 +138,12 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
         candidates = candidates or (list(trained) if kind in (FP32_PARAM, None) else [])
         return [name for name in candidates if kind != FP32_PARAM or logical_tensor(kind, name) is not None]
 
-    def stored(kind: str, name: str) -> Sequence[StoredSlice]:
-        slices = state.stored(kind, name)
-        return slices or (weights.stored(WEIGHT, name) if kind == FP32_PARAM and weight_of(name) else slices)
+    def stored_slices(kind: str, name: str) -> Sequence[StoredSlice]:
+        slices = state.stored_slices(kind, name)
+        return slices or (weights.stored_slices(WEIGHT, name) if kind == FP32_PARAM and weight_of(name) else slices)
 
     def copies(kind: str, name: str) -> Copies:
-        return [[list(stored(kind, name))]] if kind == FP32_PARAM else state.copies(kind, name)
+        return [[list(stored_slices(kind, name))]] if kind == FP32_PARAM else state.copies(kind, name)
 
     def dtypes_of(name: str) -> dict[str, str]:
         dtypes = dict(state.dtypes_of(name))
@@ -156,7 +156,7 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
         kinds=tuple(dict.fromkeys((FP32_PARAM, *state.kinds))),
         names=names,
         logical_tensor=logical_tensor,
-        stored=stored,
+        stored_slices=stored_slices,
         copies=copies,
         dtypes_of=dtypes_of,
     )

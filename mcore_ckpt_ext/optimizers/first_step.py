@@ -72,7 +72,7 @@ def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> Optimize
         names=lambda kind=None: state.names(kind and stored_kind(kind)),
         logical_tensor=logical_tensor,
         # Moments have the positions of their masters.
-        stored=lambda kind, name: state.stored(stored_kind(kind), name),
+        stored_slices=lambda kind, name: state.stored_slices(stored_kind(kind), name),
         copies=lambda kind, name: state.copies(stored_kind(kind), name),
         dtypes_of=dtypes_of,
         derivation=lambda kind, name: _Zeros() if kind in moments else state.derivation(kind, name),

@@ -110,7 +110,7 @@ class FlatArray:
     def _is_ascending(self) -> bool:
         return list(self.starts) == sorted(self.starts) and list(self.stops) == sorted(self.stops)
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
         whole = (Region(name, (0,), (self.numel,)),)
         return [StoredSlice(Slice(whole, piece.start, piece.stop), piece.extent, piece.first) for piece in self.pieces]

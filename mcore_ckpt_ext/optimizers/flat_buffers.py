@@ -78,7 +78,7 @@ class FlatBuffers(OptimizerState):
     def dtypes_of(self, name: str) -> Mapping[str, str]:
         return self._dtypes if name in self.models.weights else {}
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all stored slices of one tensor, replicas after the first copy."""
         return list(self._slices(kind, name))
 
@@ -260,7 +260,7 @@ class FlatBuffers(OptimizerState):
         """Return the first `count` elements of a weight's flattened regions, in the stored dtype."""
         whole = Slice.whole(regions[:1])
         if count <= whole.stop:
-            for stored in self._weights.stored("weight", regions[0].name):
+            for stored in self._weights.stored_slices("weight", regions[0].name):
                 if stored.slice == whole:
                     return self.transfer.elements(stored.extent, stored.first, count)
         return read_slice(self._weights, self.transfer, "weight", Slice(regions, 0, count))

@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch
@@ -119,12 +119,12 @@ class LegacyMasters(RankArrays, OptimizerState):
             ]
             fitting = [items for items in candidates if self._fits(items[0], weight, rank.place)]
             if len(fitting) > 1:
-                raise self._ambiguous(f"{counted(len(fitting), 'group has', 'groups have')} state for it", name, rank)
+                raise self._ambiguous(f"{quantity(len(fitting), 'group has', 'groups have')} state for it", name, rank)
             for kind, tensor in fitting[0].popleft().items() if fitting else ():  # without a match, it is not trained
                 self.add(kind, name, tensor, rank.tensor, rank.place)
         if left := sum(len(queue.items) for queue in queues):
             raise self._ambiguous(
-                f"{counted(left, 'master or moment fits', 'masters or moments fit')} no weight",
+                f"{quantity(left, 'master or moment fits', 'masters or moments fit')} no weight",
                 "the stored model",
                 rank,
             )
@@ -176,7 +176,7 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         elif masters is not None:
             raise UnreadableCheckpointError(
                 "masters and parameter groups of this legacy checkpoint are not of the same parameters",
-                found=counted(len(masters[number]) if number < len(masters) else 0, "master"),
+                found=quantity(len(masters[number]) if number < len(masters) else 0, "master"),
                 expected=f"{len(entries)}, one for each parameter of group {number}",
                 where=where,
                 hint="the file was edited, or is damaged: use another iteration",

@@ -128,7 +128,7 @@ def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
     """
     differ = False
     for name in state.names(FP32_PARAM):
-        for stored in state.stored(FP32_PARAM, name)[:1]:
+        for stored in state.stored_slices(FP32_PARAM, name)[:1]:
             begin = stored.slice.start
             sample = Slice(stored.slice.regions, begin, min(stored.slice.stop, begin + _SAMPLE))
             masters = read_slice(state, holder.transfer, FP32_PARAM, sample)

@@ -44,7 +44,7 @@ class ModelSpaceState(OptimizerState):
         return self._tensors.get((kind, name))
 
     @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         return self._slices.get((kind, name), [])
 
     @override

@@ -70,7 +70,7 @@ class OptimizerState(StoredOnce, ABC):
 
         Those of `shifted` parameters contain other elements.
         """
-        return self.stored(kind, name)
+        return self.stored_slices(kind, name)
 
     def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
         """Return missing elements `[first, last)` of a tensor's flattening."""

@@ -41,7 +41,7 @@ class StateView(OptimizerState):
     carried_kinds: tuple[str, ...]
     names: NamesOfKind
     logical_tensor: OfTensor[LogicalTensor | None]
-    stored: OfTensor[Sequence[StoredSlice]]
+    stored_slices: OfTensor[Sequence[StoredSlice]]
     slots: OfTensor[Sequence[StoredSlice]]
     copies: OfTensor[Copies]
     dtypes_of: OfParameter[Mapping[str, str]]
@@ -71,7 +71,7 @@ class NoState(OptimizerState):
     def logical_tensor(self, kind: str, name: str) -> None:
         """Return no tensor."""
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return no slices."""
         return []
 
@@ -95,7 +95,7 @@ def join_states(states: Sequence[OptimizerState]) -> OptimizerState:
         carried_kinds=_once(kind for state in states for kind in state.carried_kinds),
         names=lambda kind=None: list(_once(name for state in states for name in state.names(kind))),
         logical_tensor=lambda kind, name: of(name).logical_tensor(kind, name),
-        stored=lambda kind, name: of(name).stored(kind, name),
+        stored_slices=lambda kind, name: of(name).stored_slices(kind, name),
         slots=lambda kind, name: of(name).slots(kind, name),
         copies=lambda kind, name: of(name).copies(kind, name),
         dtypes_of=lambda name: of(name).dtypes_of(name),

@@ -20,7 +20,7 @@ def check_at_stored_scales(
     """
     if master_check.quantized is None:
         return master_check
-    payloads = [transfer.locate(stored.extent) for name in names for stored in weights.stored(WEIGHT, name)]
+    payloads = [transfer.locate(stored.extent) for name in names for stored in weights.stored_slices(WEIGHT, name)]
     scaled = [(payload.dtype.torch, payload.scaled[0]) for payload in payloads if payload.scaled is not None]
     steps = [smallest_step(dtype, scale) for dtype, scale in scaled]
     return master_check.with_step(max(steps, default=0.0))

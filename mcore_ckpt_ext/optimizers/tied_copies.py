@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.layout.master_check import bits_dtype
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
@@ -78,7 +78,7 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 def differing_masters_note(count: int) -> str:
     """Return a note for users who resume the checkpoint."""
     tied = "of the tied word embeddings"
-    masters = counted(count, f"master {tied} differs", f"masters {tied} differ")
+    masters = quantity(count, f"master {tied} differs", f"masters {tied} differ")
     return (
         f"{masters} between pipeline stages, as --optimizer-cpu-offload may leave them: those of the first stage are "
         "taken"

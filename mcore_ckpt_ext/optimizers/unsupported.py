@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.quantized import QUANTIZED, quantizes
 from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
@@ -61,7 +61,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
     if in_flat_buffers and holder.arguments.num_experts and max(shards, of_experts) > 1:
         raise UnsupportedCheckpointError(
             "the place of experts in the flat optimizer buffers of generalized tensor parallelism is unknown",
-            found=f"{counted(shards, 'shard')} of dense weights, {of_experts} of those of experts",
+            found=f"{quantity(shards, 'shard')} of dense weights, {of_experts} of those of experts",
             where=str(holder.folder),
             hint="resume with the layout and the --tensor-parallel-num-weight-shards that it was written with, "
             "which stock Megatron supports; or with --no-load-optim",

@@ -61,7 +61,7 @@ class Runs:
         """Return the number of strided entries."""
         return len(self.source)
 
-    def moved(self, source: int, target: int) -> Runs:
+    def shift(self, source: int, target: int) -> Runs:
         """Return the same runs with source and target positions increased by these numbers of elements."""
         return replace(self, source=self.source + source, target=self.target + target) if source or target else self
 
@@ -212,7 +212,7 @@ class Overlaps:
             at_zero = [replace(source, base=0) for source in sources]
             relative = self._known[key] = overlap(shape, replace(target, base=0), at_zero)
         base = target.base
-        runs = [(index, runs.moved(sources[index].base, base)) for index, runs in relative.runs]
+        runs = [(index, runs.shift(sources[index].base, base)) for index, runs in relative.runs]
         return Overlap(runs, relative.missing, [base + position for position in relative.missing_at])
 
 

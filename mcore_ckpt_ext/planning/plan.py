@@ -67,7 +67,7 @@ class TargetSlice:
 class Source(Protocol):
     """Protocol of the checkpoints that a plan reads."""
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
@@ -139,7 +139,7 @@ class DerivedSource(Protocol):
 class IndexedSource(Protocol):
     """A source that selects the slices for a region itself: an array may have thousands of slices."""
 
-    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
+    def stored_slices_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
         """Return at least the slices that contain elements of the region, in the order of `stored`."""
 
 
@@ -147,12 +147,12 @@ class StoredOnce(ABC):
     """Base of sources without replicas: elements are stored once, or copies cannot be distinguished."""
 
     @abstractmethod
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
 
     def copies(self, kind: str, name: str) -> Copies:
         """Return a tensor as one part in one copy."""
-        return [[list(self.stored(kind, name))]]
+        return [[list(self.stored_slices(kind, name))]]
 
 
 class OneCopy:
@@ -162,7 +162,7 @@ class OneCopy:
         self._tensor = tensor
         self._slices = slices
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """Return all slices that contain elements of a tensor."""
         return self._slices
 
@@ -243,7 +243,7 @@ def _is_indexed(source: object) -> TypeGuard[IndexedSource]:
 
 def slices_in(source: Source, kind: str, region: Region) -> Sequence[StoredSlice]:
     """Return slices of a source that include those with elements of a region."""
-    return source.stored_in(kind, region) if _is_indexed(source) else source.stored(kind, region.name)
+    return source.stored_slices_in(kind, region) if _is_indexed(source) else source.stored_slices(kind, region.name)
 
 
 def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> list[Plan]:

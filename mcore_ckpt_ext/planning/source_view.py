@@ -26,14 +26,14 @@ class SourceView:
     """A source as replaceable members; `dataclasses.replace` changes some of them.
 
     Attributes:
-        stored: returns all slices that contain elements of a tensor.
-        stored_in: returns slices that include those with elements of a region.
+        stored_slices: returns all slices that contain elements of a tensor.
+        stored_slices_in: returns slices that include those with elements of a region.
         logical_tensor: returns the name, shape and dtype of a tensor; None if the source does not contain it.
         derivation: returns the derivation of a tensor; None if it is stored.
     """
 
-    stored: OfTensor[Sequence[StoredSlice]]
-    stored_in: Callable[[str, Region], Sequence[StoredSlice]]
+    stored_slices: OfTensor[Sequence[StoredSlice]]
+    stored_slices_in: Callable[[str, Region], Sequence[StoredSlice]]
     logical_tensor: OfTensor[LogicalTensor | None]
     derivation: OfTensor[Derivation | None]
 
@@ -41,8 +41,8 @@ class SourceView:
     def of(cls, source: Source) -> SourceView:
         """Return a view with the members of a source."""
         return SourceView(
-            stored=source.stored,
-            stored_in=partial(slices_in, source),
+            stored_slices=source.stored_slices,
+            stored_slices_in=partial(slices_in, source),
             logical_tensor=source.logical_tensor,
             derivation=partial(derivation_of, source),
         )

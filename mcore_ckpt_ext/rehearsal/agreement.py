@@ -89,7 +89,7 @@ def all_read_alike(ranks: int, sizes: Mapping[str, int]) -> bool:
     return ranks == complete["tensor"] == complete["expert_tensor"] and complete["expert"] == 1
 
 
-def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbatim: bool = True) -> None:
+def run_by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbatim: bool = True) -> None:
     """Do what each rank of the job does on its own.
 
     Args:

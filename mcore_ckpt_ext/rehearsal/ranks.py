@@ -9,7 +9,7 @@ from functools import cache, cached_property
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
@@ -90,13 +90,13 @@ class SimulatedJob:
         if self.models.chunks is None:
             raise UnsupportedCheckpointError(
                 "the layers of each pipeline rank of this layout are unknown to a rehearsal",
-                found=f"{counted(arguments.num_layers or 0, 'layer')}, {self.layout}",
+                found=f"{quantity(arguments.num_layers or 0, 'layer')}, {self.layout}",
                 hint="try the job itself: this cannot be rehearsed",
             )
         if self.models.weight_shards > 1:
             raise UnsupportedCheckpointError(
                 "a rehearsal does not support generalized tensor parallelism",
-                found=counted(self.models.weight_shards, "weight shard"),
+                found=quantity(self.models.weight_shards, "weight shard"),
                 hint="try the job itself: this cannot be rehearsed",
             )
 

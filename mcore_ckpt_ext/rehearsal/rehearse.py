@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.accounts import account_of_load
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
-from mcore_ckpt_ext.job.dimensions import in_words
+from mcore_ckpt_ext.job.dimensions import format_sizes
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
@@ -73,7 +73,7 @@ def rehearse(
         check_changes(options.changes)
     check_gpus(gpus)
     version = version_number(options.megatron_version)
-    plain = Rehearsal(SCHEMA, str(path), options, gpus, "not known", in_words({**sizes}), str(version), "")
+    plain = Rehearsal(SCHEMA, str(path), options, gpus, "not known", format_sizes({**sizes}), str(version), "")
     with reraise_as_unreadable(path), collector_paused():
         try:
             return _Rehearsing(as_path(path), sizes, team, version, plain).result()

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.optimizers.groups import Group
 from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.planning.plan import TargetSlice, plans_of
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, run_by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.ranks import Held, SimulatedJob, SimulatedShard
 from mcore_ckpt_ext.transfer import read_wanted
@@ -218,11 +218,11 @@ class Shares:
             for place in part.places:
                 by_place.setdefault(place, []).append(part.shard)
 
-        def of_rank(rank: int) -> None:
+        def work_of_rank(rank: int) -> None:
             if shards := self._ranks.shards(rank, by_place):
                 work(shards)
 
-        by_rank(phase, self._job.layout.world, of_rank, is_verbatim=self._ranks.are_known)
+        run_by_rank(phase, self._job.layout.world, work_of_rank, is_verbatim=self._ranks.are_known)
         # No rank's own elements reproduce the error, but those of the whole part do.
         try:
             work([part.shard for part in faulty])

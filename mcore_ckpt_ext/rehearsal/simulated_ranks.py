@@ -26,7 +26,7 @@ from mcore_ckpt_ext.megatron.presentation import may_need_presentation
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.operations.coverage import check_stored_groups
 from mcore_ckpt_ext.planning.plan import named_tensor
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike, by_rank
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike, run_by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.groups import simulated_groups
 from mcore_ckpt_ext.rehearsal.optimizers import simulated_chain
@@ -120,15 +120,15 @@ class SimulatedRanks:
         try:
             phase.work(load, 0, 1)
         except ContentError as error:
-            by_rank(phase.name, self._size, lambda rank: phase.work(load, rank, self._size))
+            run_by_rank(phase.name, self._size, lambda rank: phase.work(load, rank, self._size))
             raise RefusedError(error, is_verbatim=False) from error
 
     # The work of each rank in the phases.
 
-    def observed(self, load: MegatronResume) -> None:
+    def observations(self, load: MegatronResume) -> None:
         """Do nothing: simulated ranks see the same folder and have the same settings."""
 
-    def compare_observed(self, load: MegatronResume, observed: Sequence[None]) -> None:
+    def compare_observations(self, load: MegatronResume, observed: Sequence[None]) -> None:
         """Do nothing: see `observed`."""
 
     def needs_presentation(self, load: MegatronResume) -> bool:

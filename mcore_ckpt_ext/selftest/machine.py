@@ -10,7 +10,7 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.devices import accelerator_type, device_module, driver_versions
-from mcore_ckpt_ext.errors import UsageError, counted
+from mcore_ckpt_ext.errors import UsageError, quantity
 from mcore_ckpt_ext.group_device import default_backend
 from mcore_ckpt_ext.selftest.jobs import Machine
 from mcore_ckpt_ext.versions import installed_version
@@ -34,7 +34,7 @@ def this_machine(ranks: int | None) -> Machine:
     count = int(device_module(kind).device_count())
     if ranks is not None and ranks > count:
         raise UsageError(
-            "each rank needs a GPU of its own", found=f"{counted(count, 'GPU')} for {counted(ranks, 'rank')}"
+            "each rank needs a GPU of its own", found=f"{quantity(count, 'GPU')} for {quantity(ranks, 'rank')}"
         )
     require_megatron()
     return Machine(ranks or count, default_backend(kind), *_engine())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.optimizers.table import saved_format
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, layout_of
@@ -96,7 +96,7 @@ def _jobs_of_eight_ranks(machine: Machine) -> Iterator[Job]:
     skipped = (
         ""
         if samples % layout.data == 0
-        else f"{counted(samples, 'sample')} cannot be divided among {counted(layout.data, 'rank')}"
+        else f"{quantity(samples, 'sample')} cannot be divided among {quantity(layout.data, 'rank')}"
     )
     yield _resuming(
         _drop_engine(machine), save, layout, check="resume, saved by 8 ranks", expects=_RESUMED, skipped=skipped

@@ -100,7 +100,7 @@ def row(job: Job, result: JobResult | None, saved: JobResult | None, failure: st
     )
 
 
-def passed(rows: Iterable[Row]) -> bool:
+def have_passed(rows: Iterable[Row]) -> bool:
     """Return whether no job failed, and at least one checkpoint was resumed."""
     all_rows = list(rows)
     return all(row.outcome != "FAILED" for row in all_rows) and any(row.bits_equal for row in all_rows)

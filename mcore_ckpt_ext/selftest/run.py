@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_ckpt_ext.selftest.jobs import Job, JobResult, Order, read_results
 from mcore_ckpt_ext.selftest.launcher import Ended, log_of
 from mcore_ckpt_ext.selftest.plan import EIGHT_RANKS
-from mcore_ckpt_ext.selftest.report import Row, passed, row
+from mcore_ckpt_ext.selftest.report import Row, have_passed, row
 from mcore_ckpt_ext.selftest.shipped import unpack
 
 Start = Callable[[Order], Ended]
@@ -33,7 +33,7 @@ def run(jobs: Sequence[Job], start: Start, parent: Path | None = None) -> tuple[
     kept = False
     try:
         rows = tuple(_rows(jobs, folder, _run_all(jobs, folder, start)))
-        kept = not passed(rows)
+        kept = not have_passed(rows)
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)

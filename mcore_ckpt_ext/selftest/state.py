@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.layout.master_check import bits_dtype
 
 WEIGHT = "weight"
@@ -150,7 +150,7 @@ def differences(saved: State, loaded: State) -> list[str]:
     ]
     lines = [f"{name} differs" for name in unequal[:_MOST_NAMED]]
     if len(unequal) > _MOST_NAMED:
-        lines.append(f"{len(unequal) - _MOST_NAMED} more of {counted(len(expected), 'tensor')} differ")
+        lines.append(f"{len(unequal) - _MOST_NAMED} more of {quantity(len(expected), 'tensor')} differ")
     return [
         *lines,
         *_compare_mappings("the settings of", saved.settings, loaded.settings),

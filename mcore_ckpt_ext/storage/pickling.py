@@ -88,7 +88,7 @@ class TreePickler(pickle._Pickler):
         elif isinstance(obj, Placeholder):
             self._save_placeholder(obj)
         elif isinstance(obj, (Dtype, types.FunctionType)):
-            if not self._remembered(obj):
+            if not self._write_memoized(obj):
                 self.save_global(obj)
         else:
             super().save(obj, save_persistent_id)  # type: ignore[misc]  # also missing in the type stubs
@@ -121,19 +121,19 @@ class TreePickler(pickle._Pickler):
     def _placeholder(self, module: str, name: str) -> type[Placeholder]:
         return self._globals.setdefault((module, name), placeholder_class(module, name))
 
-    def _remembered(self, obj: object) -> bool:
+    def _write_memoized(self, obj: object) -> bool:
         memoized = self.memo.get(id(obj))
         if memoized is not None:
             self.write(self.get(memoized[0]))
         return memoized is not None
 
     def _save_global(self, named: type[Placeholder]) -> None:
-        if not self._remembered(named):
+        if not self._write_memoized(named):
             self._write_global(named.pickled_module, named.pickled_name)
             self.memoize(named)
 
     def _save_placeholder(self, obj: Placeholder) -> None:
-        if self._remembered(obj):
+        if self._write_memoized(obj):
             return
         self._check_placeholder(obj)
         origin = origin_of(obj)
@@ -150,7 +150,7 @@ class TreePickler(pickle._Pickler):
 
         Source: torch/_tensor.py.
         """
-        if self._remembered(leaf):
+        if self._write_memoized(leaf):
             return
         if name_of(leaf.dtype) not in STORAGE_NAMES:
             raise TypeError(f"a tensor of {leaf.dtype}")

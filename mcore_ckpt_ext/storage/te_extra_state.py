@@ -307,7 +307,7 @@ class _Pickler(TreePickler):
     """Writes tensors with their elements, and recipes by name."""
 
     def _save_tensor(self, leaf: Any) -> None:
-        if self._remembered(leaf):
+        if self._write_memoized(leaf):
             return
         self._save_global(self._placeholder(*_LOAD_FROM_BYTES))
         self.save((archive_of(leaf),))

@@ -35,7 +35,7 @@ class TensorLocation:
         """The dtype of the elements once they are decoded."""
         return self.dtype if self.scaled is None else self.scaled[1]
 
-    def decoded(self, elements: torch.Tensor) -> torch.Tensor:
+    def decode(self, elements: torch.Tensor) -> torch.Tensor:
         """Return decoded elements: fp8 elements multiplied by their scale, all others unchanged."""
         if self.scaled is None:
             return elements

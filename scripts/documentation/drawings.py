@@ -215,7 +215,7 @@ def _trace(picture: Drawing, checkpoint: Any, y: float) -> None:
     names = checkpoint.names(kind)
     name = TRACED if TRACED in names else next(name for name in reversed(names) if "linear_fc1.weight" in name)
     tensor = checkpoint.logical_tensor(kind, name)
-    pieces = checkpoint.stored(kind, name)
+    pieces = checkpoint.stored_slices(kind, name)
     total = prod(tensor.shape)
     picture.text(20, y, f"{kind} of {name}, {' x '.join(map(str, tensor.shape))}", "mono")
     begin = 0.0

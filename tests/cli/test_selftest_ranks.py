@@ -26,7 +26,7 @@ def test_several_nodes_need_a_folder(tmp_path: Path) -> None:
 PROCESS = '''
 import os, sys
 from pathlib import Path
-from mcore_ckpt_ext.cli.processes import connected
+from mcore_ckpt_ext.cli.processes import connect
 from mcore_ckpt_ext.cli.ranks import place_among_ranks, variables_of_srun
 from mcore_ckpt_ext.cli.selftest_ranks import SelftestRanks
 from mcore_ckpt_ext.selftest.jobs import Order
@@ -49,7 +49,7 @@ def test(start):
     return 7
 
 os.environ.update(variables_of_srun(os.environ))
-with connected(place.rank, place.total) as processes:
+with connect(place.rank, place.total) as processes:
     team = SelftestRanks(place, processes, 60, (sys.executable, "-c", RANK))
     code = team.lead(test) if place.rank == 0 else team.follow()
 sys.stdout.flush()

@@ -15,7 +15,7 @@ from colossalai_on_cpu import ranks
 from safetensors import safe_open
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from mcore_ckpt_ext.colossalai.wrapper import wrapped
+from mcore_ckpt_ext.colossalai.wrapper import inspect_wrapper
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import gathered_masters, refusal, same_bits
 from tests.colossalai.models import VOCABULARY, gpt2, t5
@@ -165,7 +165,7 @@ def test_rows_that_fill_up_a_vocabulary(tmp_path: Path, dtype: Any) -> None:
         for values in rows.values():
             values.copy_(torch.rand(values.shape, generator=torch.Generator().manual_seed(5)))
         optimizer.load_state_dict(state)
-        master = wrapped(model).masters[model.unwrap().transformer.wte.weight].local()[0].view(64, -1)
+        master = inspect_wrapper(model).masters[model.unwrap().transformer.wte.weight].local()[0].view(64, -1)
         assert dist.get_rank() == 0 or torch.equal(master[VOCABULARY - 64 :], rows["fp32_param"])
         _save(tmp_path, shard, booster, model, optimizer)
         uninterrupted = train(booster, model, optimizer, MORE)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, inspect_wrapper
 from mcore_ckpt_ext.errors import ResumeRefusedError
 from tests.colossalai.jobs import PLACEMENTS, same_bits, train, wrap
 from tests.colossalai.models import Everything
@@ -73,7 +73,7 @@ def test_gathering_and_loading_agree_with_the_cpu(placement: str) -> None:
         torch.manual_seed(5)
         others = Everything().state_dict()
         with on_device(model, optimizer) as counts:
-            zero = wrapped(model)
+            zero = inspect_wrapper(model)
             places = (*zero.masters.values(), *zero.working.values())
             chunks = {place.chunk for place in places}
             mask = FP32_BYTES * zero.module.mask.numel()  # not in the dict, but gathered with the other buffers

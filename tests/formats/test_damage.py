@@ -127,7 +127,7 @@ def swap_masters(fixture: Fixture, first: str, second: str) -> None:
     values = {name: checkpoint.tensor(FP32_PARAM, name).read().reshape(-1) for name in (first, second)}
     for name, other in ((first, second), (second, first)):
         begin = 0
-        for stored in checkpoint.stored(FP32_PARAM, name):
+        for stored in checkpoint.stored_slices(FP32_PARAM, name):
             payload = checkpoint.files.transfer.locate(stored.extent)
             part = values[other][begin : begin + stored.slice.numel]
             with (checkpoint.files.folder / payload.file).open("r+b") as file:

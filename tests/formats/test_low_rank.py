@@ -28,7 +28,7 @@ class Memory:
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor:
         return LogicalTensor(name, tuple(TENSORS[name].shape), "float32")
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         return []
 
 

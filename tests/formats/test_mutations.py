@@ -35,7 +35,7 @@ def rewrite(fixture: Fixture, kind: str, change: Callable[[str, torch.Tensor], t
     checkpoint = open_checkpoint(fixture.run)
     changed = {name: change(name, fixture.truth[f"{kind}.{name}"]) for name in checkpoint.names(kind)}
     for name, values in changed.items():
-        for stored in checkpoint.stored(kind, name):
+        for stored in checkpoint.stored_slices(kind, name):
             write(checkpoint, stored, part_of(values, stored.slice))
 
 

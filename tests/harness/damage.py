@@ -23,7 +23,7 @@ MATRIX = "decoder.layers.1.mlp.linear_fc1.weight"
 
 def payload_position(checkpoint: Checkpoint, kind: str, name: str, element: int) -> tuple[Path, int]:
     """Return file and position of the first byte of one element of a tensor's first stored slice."""
-    stored = checkpoint.stored(kind, name)[0]
+    stored = checkpoint.stored_slices(kind, name)[0]
     payload = checkpoint.files.transfer.locate(stored.extent)
     size = payload.dtype.itemsize
     return checkpoint.files.folder / payload.file, payload.offset + (stored.first + element) * size

@@ -17,14 +17,14 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_keys
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.flags import training_flags, without_flag
+from mcore_ckpt_ext.families.flags import arguments_without_flag, training_flags
 from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, NOTED, ONLY_WITH, SIZES, notes_on, unknown
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_of_config
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.job.arguments.row import Without
 from mcore_ckpt_ext.job.arguments.run import HYBRID_SPECS
-from mcore_ckpt_ext.job.arguments.without_effect import without_effect
+from mcore_ckpt_ext.job.arguments.without_effect import arguments_without_effect
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.transformer import model_arguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
@@ -54,7 +54,7 @@ def test_every_argument_has_one_class() -> None:
     dependent = [name for names in ONLY_WITH.values() for name in names]
     classes = [*SIZES, *ALIASES, *NEUTRAL, *NOTED, *set(dependent)]
     assert len(classes) == len(set(classes))
-    assert not without_effect(classes)
+    assert not arguments_without_effect(classes)
     conditions = [one.arguments if isinstance(one, Without) else (one.argument,) for one in ONLY_WITH]
     assert {name for names in conditions for name in names} <= {*classes}
 
@@ -471,7 +471,7 @@ def test_settings_without_a_flag_are_reported(tmp_path: Path) -> None:
             in notices
         )
         assert "train it with:" not in notices
-    assert not without_flag(arguments_of("deepseek_v3"), since_0_19=False)
+    assert not arguments_without_flag(arguments_of("deepseek_v3"), since_0_19=False)
 
 
 def test_the_flags_of_yarn() -> None:

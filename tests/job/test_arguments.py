@@ -102,7 +102,7 @@ def test_a_model_is_complete_and_lists_its_arguments() -> None:
     assert (model.layernorm_epsilon, model.position_embedding_type) == (1e-6, "rope")
     assert model.as_dict()["of_a_fork"] == model.value("of_a_fork") == 7
     with pytest.raises(UnsupportedCheckpointError, match="max_position_embeddings"):
-        model.required("max_position_embeddings")
+        model.require("max_position_embeddings")
     with pytest.raises(UnsupportedCheckpointError, match="hidden_size.*some file"):
         complete(JobArguments.of({"num_layers": 4}, source="some file"))
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from mcore_ckpt_ext.job.arguments.run import RunTable
-from mcore_ckpt_ext.job.dimensions import DIMENSIONS, PINS, in_words, with_defaults
+from mcore_ckpt_ext.job.dimensions import DIMENSIONS, PINS, format_sizes, with_defaults
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
 
@@ -36,4 +36,4 @@ def test_what_a_user_can_choose() -> None:
     ],
 )
 def test_sizes_in_words(sizes: dict[str, int], words: str) -> None:
-    assert in_words(sizes) == words
+    assert format_sizes(sizes) == words

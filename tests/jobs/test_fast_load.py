@@ -68,7 +68,7 @@ def damaged(run: Path) -> Path:
     """A copy with a flipped bit in the description of one tensor."""
     copy = copy_of(fixture_named("p10").run, run)
     checkpoint = open_checkpoint(copy)
-    weights = checkpoint.stored("weight", "decoder.layers.3.mlp.linear_fc1.weight")
+    weights = checkpoint.stored_slices("weight", "decoder.layers.3.mlp.linear_fc1.weight")
     flip(checkpoint.files.folder / weights[0].extent.file, weights[0].extent.offset + 70)
     return copy
 

@@ -69,7 +69,7 @@ def test_shifted_masters_are_repaired_and_lost_ones_named(corrupted_fixture: Fix
             continue
         with pytest.raises(ModelMismatchError, match=name):
             checkpoint.tensor(kind, name).read()
-        for stored in state.stored(kind, name):
+        for stored in state.stored_slices(kind, name):
             values = read_slice(state, checkpoint.files.transfer, kind, stored.slice)
             assert torch.equal(values, part_of(expected, stored.slice)), key
     assert 0 < sum(state.lost_elements().values()) < 400

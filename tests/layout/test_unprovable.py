@@ -102,7 +102,7 @@ def gathered_in_fp8(fixture: Fixture) -> Fixture:
     names = [name for name in checkpoint.names("weight") if is_quantized(name, GATHERED)]
     assert len(names) == 16
     for name in names:
-        for stored in checkpoint.stored("weight", name):
+        for stored in checkpoint.stored_slices("weight", name):
             values = read_slice(checkpoint, checkpoint.files.transfer, "weight", stored.slice).float()
             scale = 448 / values.abs().max()
             dequantized = ((values * scale).to(torch.float8_e4m3fn).float() / scale).bfloat16()

@@ -207,7 +207,7 @@ def test_a_key_that_nobody_knows_is_in_every_account(name: str, tmp_path: Path) 
     add(place)
     verified, compared = verify(folder, quick=True).account, compare(folder, folder, kinds=[WEIGHT])
     target = mcore_ckpt_ext.Canonical()
-    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(folder).files.unread() if item.of_optimizer]
+    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(folder).files.unread() if item.is_of_optimizer_state]
     converted = mcore_ckpt_ext.convert(folder, tmp_path / "out", target, drop=kinds, dry_run=True).account
     inspected = inspect(folder).account
     assert verified is not None
@@ -288,7 +288,9 @@ def of_a_conversion(folder: Path, out: Path) -> Account:
     """The account of a conversion that leaves out all optimizer state that it cannot convert."""
     base = base_of(folder)
     kinds = [
-        item.kind for item in mcore_ckpt_ext.open_checkpoint(folder, weights=base).files.unread() if item.of_optimizer
+        item.kind
+        for item in mcore_ckpt_ext.open_checkpoint(folder, weights=base).files.unread()
+        if item.is_of_optimizer_state
     ]
     target = mcore_ckpt_ext.Canonical()
     return mcore_ckpt_ext.convert(folder, out, target, drop=kinds, dry_run=True, weights=base).account

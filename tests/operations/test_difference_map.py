@@ -26,7 +26,7 @@ def test_each_element_is_counted_in_its_cell(shape: list[int], random: Random, n
     half = len(positions) // 2
     builder.add(positions[:half], distances[:half])
     builder.add(positions[half:], distances[half:])
-    found = builder.finished()
+    found = builder.finish()
     height, width = (shape[0], numel // shape[0]) if len(shape) > 1 else (1, numel)
     assert (found.rows, found.columns) == (min(height, MOST_ROWS), min(width, MOST_COLUMNS))
     expected: dict[int, tuple[int, float]] = {}

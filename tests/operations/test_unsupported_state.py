@@ -39,7 +39,9 @@ def test_unknown_keys_are_named(strange: Fixture, tmp_path: Path, capsys: pytest
     with pytest.raises(UnsupportedCheckpointError, match=rf"would be lost; found: {LOST} \(\d.*--drop unknown;"):
         mcore_ckpt_ext.convert(strange.run, tmp_path / "out", target, accept_lost=True)
     assert not (tmp_path / "out").exists()
-    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(strange.run).files.unread() if item.of_optimizer]
+    kinds = [
+        item.kind for item in mcore_ckpt_ext.open_checkpoint(strange.run).files.unread() if item.is_of_optimizer_state
+    ]
     report = mcore_ckpt_ext.convert(strange.run, tmp_path / "out", target, accept_lost=True, drop=kinds, dry_run=True)
     named = {item.key.partition("/shard")[0]: item for item in report.unread if not item.why}
     assert named.keys() == {LOST, OTHER}

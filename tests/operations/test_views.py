@@ -26,7 +26,7 @@ from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, St
 from mcore_ckpt_ext.formats.renamed import NameMap
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView, Composition, OpenedFormat
-from mcore_ckpt_ext.formats.views import renamed, with_first_moments, with_layer_form, without_optimizer
+from mcore_ckpt_ext.formats.views import rename_tensors, with_first_moments, with_layer_form, without_optimizer
 from mcore_ckpt_ext.formats.weights_view import WeightsView, with_file_names
 from mcore_ckpt_ext.model_space.names import parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -70,7 +70,7 @@ def layers_reversed(checkpoint: CheckpointView) -> dict[str, str]:
 
 
 def under_reversed_names(checkpoint: CheckpointView) -> CheckpointView:
-    return renamed(checkpoint, layers_reversed(checkpoint))
+    return rename_tensors(checkpoint, layers_reversed(checkpoint))
 
 
 def leaves(part: Any, path: str = "") -> dict[str, Any]:
@@ -93,7 +93,7 @@ def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
 @pytest.mark.parametrize(
     ("way", "replaced"),
     [
-        (lambda source: renamed(source, {}), set()),
+        (lambda source: rename_tensors(source, {}), set()),
         (under_reversed_names, NAMES),
         (lambda source: under_layer_spec(source, "transformer_engine"), SPEC),
         (lambda source: under_layer_spec(source, "local"), SPEC),
@@ -122,12 +122,12 @@ def test_names_of_other_models_replace_only_their_parts() -> None:
     """The same weights under the names of a vision-language model, and of ms-swift's adapters."""
     source = open_checkpoint(fixture_named("p02").run)
     first, *rest = source.names(WEIGHT)
-    whole = renamed(source, {first: VISION, **{name: f"{PREFIX}{name}" for name in rest}})
+    whole = rename_tensors(source, {first: VISION, **{name: f"{PREFIX}{name}" for name in rest}})
     assert (
         replaced_in(as_text_model(whole), whole)
         == (NAMES | {"job.arguments", "composition.whole_model"}) - REGISTRATION
     )
-    swift = renamed(source, {first: "decoder.layers.0.mlp.linear_fc1.lora_A.default.weight"})
+    swift = rename_tensors(source, {first: "decoder.layers.0.mlp.linear_fc1.lora_A.default.weight"})
     assert replaced_in(with_bridge_names(swift), swift) == (NAMES | {"composition.adapters_by_rank"}) - REGISTRATION
 
 
@@ -140,7 +140,7 @@ def test_every_view_is_here() -> None:
                 kinds = {ast.unparse(one) for one in (node.returns, node.args.args[0].annotation) if one is not None}
                 calls = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
                 found |= {node.name} if kinds == {"CheckpointView"} and "replace" in calls else set()
-    assert {"renamed", "merged_view", "under_layer_spec"} <= found <= globals().keys()
+    assert {"rename_tensors", "merged_view", "under_layer_spec"} <= found <= globals().keys()
 
 
 def members(kind: type) -> list[str]:
@@ -240,7 +240,7 @@ def test_weights_in_another_folder_are_the_same(name: str) -> None:
     assert answers(again, [WEIGHT], regions, Weights) == answers(weights, [WEIGHT], regions, Weights)
     for one in weights.names():
         parts = [slice_ for part in other.copies(WEIGHT, one) for copy in part for slice_ in copy]
-        assert all(part.extent.file.startswith("/there/") for part in [*parts, *other.stored(WEIGHT, one)])
+        assert all(part.extent.file.startswith("/there/") for part in [*parts, *other.stored_slices(WEIGHT, one)])
 
 
 @pytest.mark.parametrize("name", ["p01", "p02", "p04"])

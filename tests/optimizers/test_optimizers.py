@@ -139,7 +139,7 @@ def test_numbers_that_are_no_remainders(tmp_path: Path) -> None:
     fixture = fixture_named("p47b").copy_to(tmp_path / "copy")
     checkpoint = open_checkpoint(fixture.run)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    (stored,) = checkpoint.stored("param_remainder", name)
+    (stored,) = checkpoint.stored_slices("param_remainder", name)
     payload = checkpoint.files.transfer.locate(stored.extent)
     checkpoint.files.reader.close()
     with (fixture.iteration / stored.extent.file).open("r+b") as file:

@@ -37,7 +37,12 @@ def test_each_state_answers_for_its_own_parameters() -> None:
     assert both.lost_elements() == {names[0]: 3, names[5]: 3}
     for name in names:
         assert both.logical_tensor("exp_avg", name) == state.logical_tensor("exp_avg", name)
-        assert both.stored("exp_avg", name) == both.slots("exp_avg", name) == state.stored("exp_avg", name) != []
+        assert (
+            both.stored_slices("exp_avg", name)
+            == both.slots("exp_avg", name)
+            == state.stored_slices("exp_avg", name)
+            != []
+        )
         assert both.copies("exp_avg", name) == state.copies("exp_avg", name)
 
 
@@ -46,7 +51,12 @@ def test_a_parameter_of_none_of_them_has_no_state() -> None:
     names = state.names()
     both = join_states([part(state, names[:1], "one", False), part(state, names[1:2], "another", False)])
     assert both.logical_tensor("exp_avg", names[2]) is None
-    assert both.stored("exp_avg", names[2]) == both.copies("exp_avg", names[2]) == both.lost("exp_avg", names[2]) == []
+    assert (
+        both.stored_slices("exp_avg", names[2])
+        == both.copies("exp_avg", names[2])
+        == both.lost("exp_avg", names[2])
+        == []
+    )
     assert both.derivation("exp_avg", names[2]) is None
     assert both.is_distributed(names[2])
 

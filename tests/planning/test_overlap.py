@@ -102,7 +102,7 @@ class OneTensor:
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         return self.tensor if name == "x" else None
 
-    def stored(self, kind: str, name: str) -> list[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> list[StoredSlice]:
         whole = Region.whole("x", self.tensor.shape)
         extent = ArchivedTensor("file", 0, 1, "float32", whole.sizes)
         return [StoredSlice(Slice.whole((whole,)), extent, 0)]
@@ -137,7 +137,7 @@ def test_a_model_of_another_shape_is_refused(want: TargetSlice, message: str) ->
 
 def test_a_hole_in_the_checkpoint_is_refused() -> None:
     class Holey(OneTensor):
-        def stored(self, kind: str, name: str) -> list[StoredSlice]:
+        def stored_slices(self, kind: str, name: str) -> list[StoredSlice]:
             extent = ArchivedTensor("file", 0, 1, "float32", (5,))
             return [StoredSlice(Slice((Region.whole("x", (4, 3)),), 0, 5), extent, 0)]
 

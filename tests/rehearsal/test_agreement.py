@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_ckpt_ext.errors import CheckpointError, LostProcessError, StorageError, UnreadableCheckpointError
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, by_rank
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, run_by_rank
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ def test_only_errors_of_the_checkpoint_are_refusals(error: type[CheckpointError]
     with pytest.raises(raised, match="it has ended"):
         SimulatedCommunicator(2).agree(work, "planning the resume")
     with pytest.raises(raised, match="it has ended"):
-        by_rank("planning the resume", 2, work)
+        run_by_rank("planning the resume", 2, work)

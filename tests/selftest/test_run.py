@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.selftest.jobs import Job, JobResult, Order, layout_of
 from mcore_ckpt_ext.selftest.launcher import Ended, log_of
-from mcore_ckpt_ext.selftest.report import passed
+from mcore_ckpt_ext.selftest.report import have_passed
 from mcore_ckpt_ext.selftest.run import run
 
 LAYOUT = layout_of(2, 2)
@@ -44,7 +44,7 @@ def test_all_pass_and_nothing_is_left(tmp_path: Path) -> None:
     rows, folder = run([SAVE, *RESUMES], ranks(job_by_job), tmp_path)
     assert [row.outcome for row in rows] == ["passed"] * 3
     assert [row.bits_equal for row in rows] == [None, True, True]
-    assert (passed(rows), folder, list(tmp_path.iterdir())) == (True, None, [])
+    assert (have_passed(rows), folder, list(tmp_path.iterdir())) == (True, None, [])
 
 
 def test_other_jobs_run_after_a_failure(tmp_path: Path) -> None:
@@ -141,4 +141,4 @@ def test_nothing_but_skipped_is_no_pass(tmp_path: Path) -> None:
     skipped = Job("save", "gpt", "dp_reshardable", LAYOUT, "save", skipped="no engine here")
     rows, _ = run([skipped], ranks(lambda order, job: "not reached"), tmp_path)
     assert [(row.outcome, row.details) for row in rows] == [("skipped", ("no engine here",))]
-    assert not passed(rows)
+    assert not have_passed(rows)

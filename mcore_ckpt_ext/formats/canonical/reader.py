@@ -21,9 +21,9 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    counted,
     format_value,
     join_some,
+    quantity,
     shorten,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
@@ -182,7 +182,7 @@ class CanonicalCheckpoint(FormatReader):
 
     @override
     def checked_arrays(self) -> Iterator[RawArray]:
-        return self._arrays.checked()
+        return self._arrays.arrays_with_checksum()
 
 
 class _Arrays(StoredOnce):
@@ -202,7 +202,7 @@ class _Arrays(StoredOnce):
         check_index(listed, file_of, folder / INDEX_FILE, hint)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
-    def checked(self) -> Iterator[RawArray]:
+    def arrays_with_checksum(self) -> Iterator[RawArray]:
         """Yield the arrays that have a checksum."""
         return (extent for _, extent in self._tensors.values() if extent.crc is not None)
 
@@ -221,7 +221,7 @@ class _Arrays(StoredOnce):
         return entry[0] if entry else None
 
     @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         entry = self._tensors.get((kind, name))
         if entry is None:
             return []
@@ -243,7 +243,7 @@ def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[in
     if checksums.length != CHECKSUM_BYTES * len(arrays):
         raise UnreadableCheckpointError(
             "a file of a canonical checkpoint does not have one checksum for each array",
-            found=f"{counted(checksums.length, 'byte')} of checksums, {counted(len(arrays), 'array')}",
+            found=f"{quantity(checksums.length, 'byte')} of checksums, {quantity(len(arrays), 'array')}",
             where=str(reader.folder / file),
             hint="this file was edited, or is damaged: convert the source again",
         )
@@ -272,5 +272,5 @@ class _Optimizer(OptimizerState):
         return self._arrays.logical_tensor(kind, name)
 
     @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        return self._arrays.stored(kind, name)
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        return self._arrays.stored_slices(kind, name)

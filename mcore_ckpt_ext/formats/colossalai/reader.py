@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, counted
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
@@ -120,7 +120,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
                 raise UnreadableCheckpointError(
                     "a file has other states than its index lists: it belongs to another save",
                     found=", ".join(f"no parameter {number}" for number in missing[:_SHOWN]),
-                    expected=f"states of {counted(len(expected), 'parameter')}",
+                    expected=f"states of {quantity(len(expected), 'parameter')}",
                     where=str(self.folder / file),
                 )
             all_shards += shards

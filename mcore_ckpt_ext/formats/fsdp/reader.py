@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.fsdp.names import HALVES, parameter_of
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
@@ -90,7 +90,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         if layer_count and layer_count < (self.recorded_arguments.num_layers or 0):
             raise UnsupportedCheckpointError(
                 "the layer numbers of pipeline stages are unknown in this format",
-                found=counted(layer_count, "layer"),
+                found=quantity(layer_count, "layer"),
                 expected=f"{self.recorded_arguments.num_layers}, by the arguments of the job",
                 where=str(self.folder),
                 hint="resume it with stock Megatron",

@@ -49,7 +49,7 @@ class FsdpArray:
     tensor: LogicalTensor
     first: int
 
-    def wanted(self, offsets: Sequence[int], sizes: Sequence[int]) -> TargetSlice:
+    def target_slice(self, offsets: Sequence[int], sizes: Sequence[int]) -> TargetSlice:
         """Return the slice for a part of the array; padding of the vocabulary may differ from the source's."""
         name = self.tensor.name
         place = (self.first + offsets[0], *offsets[1:]) if self.shape else ()
@@ -204,7 +204,7 @@ def _chunks(array: FsdpArray) -> Iterator[Chunk]:
     for begin in range(0, max(rows, 1), step):
         offsets = (begin, *(0,) * (len(shape) - 1)) if shape else ()
         sizes = (min(step, rows - begin), *shape[1:]) if shape else ()
-        yield Chunk(offsets, sizes, array.wanted(offsets, sizes))
+        yield Chunk(offsets, sizes, array.target_slice(offsets, sizes))
 
 
 def _join_dots(version: tuple[int, int]) -> str:

@@ -15,8 +15,8 @@ from mcore_ckpt_ext.errors import (
     ContentError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    counted,
     join_some,
+    quantity,
     shorten,
 )
 from mcore_ckpt_ext.families.text_parts import text_names, text_section
@@ -146,7 +146,7 @@ def _list_shard(
         return
     if not (listing.folder / place).exists():
         listing.add(
-            "files", place, f"missing; {index} lists {counted(len(names), 'tensor')} in it: {join_some(names, _SHOWN)}"
+            "files", place, f"missing; {index} lists {quantity(len(names), 'tensor')} in it: {join_some(names, _SHOWN)}"
         )
         return
     held = dict(list_file(listing, place))
@@ -205,7 +205,7 @@ def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantized: boo
             others[dtype].append(tensor)
     for dtype, tensors in others.items():
         names = join_some([tensor.name for tensor in tensors], _SHOWN)
-        stored = f"{counted(len(tensors), 'tensor is', 'tensors are')} in {dtype}"
+        stored = f"{quantity(len(tensors), 'tensor is', 'tensors are')} in {dtype}"
         message = f"{stored}, where config.json states {declared}: {names}"
         listing.add("dtypes", tensors[0].extent.file, message, is_error=False)
     listing.dtypes = f"{declared}, as config.json states"

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.errors import (
     CheckpointError,
     ModelMismatchError,
     UnsupportedCheckpointError,
-    counted,
+    quantity,
     with_indefinite_article,
 )
 from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
@@ -114,11 +114,11 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
     Returns:
         The error to raise; None if nothing contradicts it.
     """
-    tokens = int(model.required("vocab_size"))
+    tokens = int(model.require("vocab_size"))
     if (rows := trained.padded_vocab_size or 0) > tokens:
         return UnsupportedCheckpointError(
             "the job of the optimizer padded its vocabulary, and a Hugging Face folder has no such rows",
-            found=f"{counted(rows, 'row')}, of which {rows - tokens} are padding",
+            found=f"{quantity(rows, 'row')}, of which {rows - tokens} are padding",
             where=str(folder),
             hint="pass a Megatron checkpoint with the weights of that step: --weights RUN",
         )

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, jo
 from mcore_ckpt_ext.families.bridge import import_notices, run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
-from mcore_ckpt_ext.families.flags import training_flags, without_flag
+from mcore_ckpt_ext.families.flags import arguments_without_flag, training_flags
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.rope import rope_notices
@@ -236,7 +236,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @property
     @override
     def vocabulary(self) -> int:
-        return int(self.model.required("vocab_size"))
+        return int(self.model.require("vocab_size"))
 
     @property
     @override
@@ -267,7 +267,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return mismatch(self.family, self.model, job, self.folder)
 
     @override
-    def for_legacy_files(self, view: CheckpointView) -> CheckpointView:
+    def limit_to_legacy(self, view: CheckpointView) -> CheckpointView:
         # Legacy files do not record which pipeline rank has the MTP layers.
         return self.without_mtp().view if self.has_mtp else view
 
@@ -295,7 +295,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self.family.bridge_only_reason:
             lacks = f"pretrain_gpt.py cannot train this model: {self.family.bridge_only_reason}"
             notes.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
-        elif lacking := without_flag(self.model, since_0_19=True):
+        elif lacking := arguments_without_flag(self.model, since_0_19=True):
             values = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             notes.append(
                 f"pretrain_gpt.py cannot train this model: it has no flag for {values}, or does not pass the flag on. "
@@ -314,7 +314,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @property
     @override
     def starts_jobs(self) -> str:
-        if self.family.bridge_only_reason or without_flag(self.model, since_0_19=True):
+        if self.family.bridge_only_reason or arguments_without_flag(self.model, since_0_19=True):
             return ""
         return "starts from its weights: --load FOLDER; tested with 0.19.2"
 

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.initial_extra_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.parts import WholeModel, lazy
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.formats.views import rename_tensors
 from mcore_ckpt_ext.job.loops.transformer import is_plain
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
@@ -106,7 +106,7 @@ class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):
         tower = VISION_TOWERS.get(self.whole)
         self.left_out = [name for name in self.left_out if name not in self._vision]
         return text + [
-            (_as_it_is(tower.spelled(name) if tower else name, tensor.shape), tensor)
+            (_as_it_is(tower.published_name(name) if tower else name, tensor.shape), tensor)
             for name, tensor in self._vision.items()
         ]
 
@@ -144,7 +144,7 @@ def as_text_model(checkpoint: CheckpointView) -> CheckpointView:
     kind = vision_model_type(names)
     if kind is None:
         return checkpoint
-    view = renamed(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
+    view = rename_tensors(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
     text = frozenset(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
     # In a text, the positions on all three axes are equal.
     arguments = lazy(lambda: view.job.arguments().replace(position_embedding_type="rope"))

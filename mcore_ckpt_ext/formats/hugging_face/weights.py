@@ -66,7 +66,7 @@ class ModelSpaceWeights(StoredOnce):
         return self._tensors.get(name) if kind == WEIGHT else None
 
     @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         return self._slices.get(name, []) if kind == WEIGHT else []
 
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, counted, join_some, with_indefinite_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, quantity, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
@@ -176,7 +176,7 @@ class HuggingFaceTarget:
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config, lacking, is_published = self._config()
         named = special_tokens(self.auxiliary_files)
-        rows = int(self.fit.arguments.required("vocab_size"))
+        rows = int(self.fit.arguments.require("vocab_size"))
         # A published configuration stays as it is, unless the user has passed a tokenizer.
         unset = [key for key in TOKENS if key not in config] if is_published and self._tokenizer else lacking
         taken = {key: named[key] for key in unset if named.get(key, rows) < rows}
@@ -272,8 +272,8 @@ class HuggingFaceTarget:
         stored = named_tensor(self._checkpoint, WEIGHT, VOCABULARY[0]).shape[0]
         kept = shapes[VOCABULARY[0]][0]
         if stored > kept:
-            rows = counted(stored - kept, "row of the vocabulary is", "rows of the vocabulary are")
-            yield f"the last {rows} cut: it has {counted(kept, 'token')}"
+            rows = quantity(stored - kept, "row of the vocabulary is", "rows of the vocabulary are")
+            yield f"the last {rows} cut: it has {quantity(kept, 'token')}"
         if self.left_out:
             yield f"left out, no equivalent in Hugging Face's {family.name}: {join_some(self.left_out, _SHOWN)}"
         plain = [name for name in shapes if name not in self._masters]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.legacy.models import TargetModels
 from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
 from mcore_ckpt_ext.formats.portable_state import distinct_groups
@@ -76,7 +76,7 @@ class FlatStates:
         if sorted(multipliers, key=repr) not in ([0.0, 1.0], [1.0], [0.0]):
             raise UnsupportedCheckpointError(
                 "the order of these parameter groups in a legacy file is unknown",
-                found=counted(len(groups), "group"),
+                found=quantity(len(groups), "group"),
                 expected="one with and one without weight decay",
                 hint="write for --megatron-version 0.14 or later",
             )

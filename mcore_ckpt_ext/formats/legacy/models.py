@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
 from mcore_ckpt_ext.formats.legacy.target_parameter_order import order_for
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -58,7 +58,7 @@ class TargetModels:
         if self.local.chunks is None:
             raise UnsupportedCheckpointError(
                 "the layers of each pipeline rank of that layout are unknown",
-                found=f"{counted(arguments.num_layers or 0, 'layer')}, {layout}",
+                found=f"{quantity(arguments.num_layers or 0, 'layer')}, {layout}",
                 hint="choose a pipeline size, and virtual stages, that divide the layers evenly",
             )
         self.order: ParameterOrder = order_for(checkpoint, arguments, layout.expert > 1, version)

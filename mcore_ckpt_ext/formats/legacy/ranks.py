@@ -18,10 +18,10 @@ from mcore_ckpt_ext.errors import (
     INTERRUPTED,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    counted,
     escape,
     format_value,
     join_some,
+    quantity,
 )
 from mcore_ckpt_ext.formats.common_state import SCHEDULERS
 from mcore_ckpt_ext.job.job_arguments import FIELDS
@@ -159,7 +159,7 @@ class RankFolders:
         if odd:
             raise UnreadableCheckpointError(
                 "the checkpoint does not have the rank folders of its own layout",
-                found=f"{counted(len(states), 'folder')}; {join_some(odd, 3)}",
+                found=f"{quantity(len(states), 'folder')}; {join_some(odd, 3)}",
                 expected=f"one for each place in {layout}",
                 where=str(self._folder),
                 hint=INTERRUPTED,
@@ -301,7 +301,7 @@ def _differing(places: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[s
     """Describe unexpected places, and the first missing ones, since a layout may have very many places."""
     names = [name for name, _ in axes]
 
-    def named(place: tuple[int, ...]) -> str:
+    def format_place(place: tuple[int, ...]) -> str:
         return ", ".join(f"{name} {number}" for name, number in zip(names, place, strict=True))
 
     outside = [
@@ -312,8 +312,8 @@ def _differing(places: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[s
     missing = islice(
         (place for place in product(*(numbers for _, numbers in axes)) if place not in places), _MOST_LISTED
     )
-    return [f"none of {named(place)}" for place in missing] + [
-        f"an unexpected one of {named(place)}" for place in outside
+    return [f"none of {format_place(place)}" for place in missing] + [
+        f"an unexpected one of {format_place(place)}" for place in outside
     ]
 
 

@@ -198,7 +198,7 @@ class LegacyCheckpoint(FormatReader):
 
     def parameter_orders(self) -> Sequence[ParameterOrder]:
         """Return the order of the stored model, in which the gradient buffers were packed, then others."""
-        return [ObservedOrder(STORED_ORDER, self.weights.registered()), *super().parameter_orders()]
+        return [ObservedOrder(STORED_ORDER, self.weights.registered_names()), *super().parameter_orders()]
 
     @cached_property
     def _settings(self) -> OptimizerSettings:

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_ckpt_ext.continuity.data_order import changed_history
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.legacy.options import Legacy
-from mcore_ckpt_ext.formats.portable_state import without_fsdp
+from mcore_ckpt_ext.formats.portable_state import disable_fsdp
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -59,7 +59,7 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
         "use_distributed_optimizer": not (
             checkpoint.optimizer.format() and checkpoint.optimizer.chained_optimizer_settings()
         ),
-        **without_fsdp(written),
+        **disable_fsdp(written),
     }
     reader = written.replace(**changes)
     return reader.replace(**changed_history(written, reader))

@@ -50,7 +50,7 @@ class LegacyWeights(RankArrays):
         """Return all names."""
         return [name for _, name in self._tensors]
 
-    def registered(self) -> list[list[str]]:
+    def registered_names(self) -> list[list[str]]:
         """Return each stored chunk's names in `state_dict` order; for split names, the first part."""
         return [[part_names(name)[0] for name, _ in named] for _, named in self.models]
 

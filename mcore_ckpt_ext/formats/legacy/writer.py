@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, cast
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration
@@ -112,7 +112,7 @@ class LegacyTarget:
             )
             stored = vocabulary_rows(self._checkpoint) or rows
             if stored > rows:
-                cut = counted(stored - rows, "row of the vocabulary is", "rows of the vocabulary are")
+                cut = quantity(stored - rows, "row of the vocabulary is", "rows of the vocabulary are")
                 yield f"the last {cut} cut: that job has {rows}"
         yield from self._state.notes
         yield from about_emptied(self._unjoined)

@@ -20,7 +20,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.plain_dcp import TORCH_DCP
@@ -104,7 +104,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
             master = {FP32_PARAM: halves[group].popleft()} if is_half else {}
             owned[name] = {**master, **moments.pop(ids[group].popleft(), {})}
         if left := sum(map(len, [*ids, *halves])) + len(moments):
-            raise self._unknown(f"state of {counted(left, 'further parameter')}", "the stored model")
+            raise self._unknown(f"state of {quantity(left, 'further parameter')}", "the stored model")
         return owned
 
     def _unknown(self, problem: str, name: str) -> UnsupportedCheckpointError:

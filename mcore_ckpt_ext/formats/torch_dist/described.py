@@ -18,9 +18,9 @@ from mcore_ckpt_ext.formats.auxiliary_files import auxiliary_files
 from mcore_ckpt_ext.formats.description import (
     ARGUMENTS,
     Description,
-    completed,
+    complete,
     contradicting,
-    described,
+    describe_job,
     megatron_arguments,
     refuse_facts,
     stored_arguments,
@@ -150,7 +150,7 @@ class DescribedCheckpoint(FormatReader):
 
     def _describe(self) -> Description:
         """Describe the job by auxiliary files and the user's options."""
-        return described(self.reader, self._megatron_arguments, self.found_sidecar.sidecar, self._facts)
+        return describe_job(self.reader, self._megatron_arguments, self.found_sidecar.sidecar, self._facts)
 
     @cached_property
     def description(self) -> Description:
@@ -170,7 +170,7 @@ class DescribedCheckpoint(FormatReader):
             description = with_adjacent_model(description, self.weights, self.folder)
         layout = infer_layout(self.index, self.random_state_grid(), {**description.arguments.raw, **external.layout})
         model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
-        return completed(description, {**model, **layout}, self._facts, self.folder)
+        return complete(description, {**model, **layout}, self._facts, self.folder)
 
     @property
     @override
@@ -235,7 +235,7 @@ class DescribedCheckpoint(FormatReader):
             return super().models()
         layout = self.view.job.layout
         weights = self._external.weights
-        stored = {name: weight.stored(layout.tensor, layout.expert_tensor) for name, weight in weights.items()}
+        stored = {name: weight.stored_weight(layout.tensor, layout.expert_tensor) for name, weight in weights.items()}
         return LocalModels(stored, self.arguments, layout, self.has_expert_optimizer, self.layers())
 
     @property

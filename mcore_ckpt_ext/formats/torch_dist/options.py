@@ -49,7 +49,7 @@ class TorchDist(Target):
     arguments: Sequence[str] = ()
 
     @property
-    def for_bridge(self) -> bool:
+    def is_for_bridge(self) -> bool:
         """True if Megatron-Bridge will read it."""
         return self.loop == "bridge"
 

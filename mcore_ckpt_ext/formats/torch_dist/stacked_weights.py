@@ -49,7 +49,7 @@ class StackedWeights(StoredOnce):
         return LogicalTensor(name, self._arrays[key].shape[len(index) :], self._arrays[key].dtype)
 
     @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(self, kind: str, name: str) -> Sequence[StoredSlice]:
         key, index = self._places[name]
         stacked = len(index)
         return [

@@ -335,16 +335,16 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
     version = version_number(target.megatron_version)
     expert = target.expert_model_parallel_size
     has_expert_optimizer = checkpoint.optimizer.has_expert_optimizer() if expert is None else expert > 1
-    written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
-    of_bridge = checkpoint.format.reader.bridge_notices() if target.for_bridge else []
+    written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.is_for_bridge)
+    of_bridge = checkpoint.format.reader.bridge_notices() if target.is_for_bridge else []
     output = with_notes(written.output(), [*note_on(changes), *of_bridge])
     if (stored_config := checkpoint.format.reader.run_config()) is not None:
         output = with_files(output, small_file(RUN_CONFIG, stored_config.encode()))
-    elif target.for_bridge:
+    elif target.is_for_bridge:
         run_config, notes = run_config_file(checkpoint, written.carries_random_states)
         output = with_notes(with_files(output, run_config, small_file(TRAIN_STATE, train_state(checkpoint))), notes)
     plan = iteration(checkpoint, target, output)
-    if not target.for_bridge or checkpoint.job.is_release:
+    if not target.is_for_bridge or checkpoint.job.is_release:
         return plan
     latest = small_file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)
     return replace(plan, output=replace(plan.output, files=[*plan.output.files, latest]))

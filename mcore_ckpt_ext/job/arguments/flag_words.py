@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mcore_ckpt_ext.job.arguments.table import ROWS
-from mcore_ckpt_ext.job.arguments.without_effect import without_effect
+from mcore_ckpt_ext.job.arguments.without_effect import arguments_without_effect
 
 _OFF = ("no_", "disable_")
 _OTHERS: Mapping[str, str] = {
@@ -37,14 +37,14 @@ Source: the parsers of megatron/training/arguments.py, core_v0.16.1, 0.19.2 and 
 """
 
 
-def _of_rows() -> Iterator[tuple[str, str]]:
+def _words_of_rows() -> Iterator[tuple[str, str]]:
     values = {"on": "=True", "off": "=False", "value": ""}
     for name, row in ROWS.items():
         if row.flag is not None:
             yield row.flag.spelling(name).removeprefix("--").replace("-", "_"), name + values[row.flag.form]
 
 
-_STORED: Mapping[str, str] = {**dict(_of_rows()), **_OTHERS}
+_STORED: Mapping[str, str] = {**dict(_words_of_rows()), **_OTHERS}
 
 
 def stored_argument(words: str) -> str | None:
@@ -56,7 +56,7 @@ def stored_argument(words: str) -> str | None:
     if words in ROWS:
         return None
     stored = _STORED.get(words)
-    if stored is not None or without_effect([words]):
+    if stored is not None or arguments_without_effect([words]):
         return stored
     named = next((words.removeprefix(off) for off in _OFF if words.startswith(off)), "")
-    return f"{named}=False" if named in ROWS or without_effect([named]) else None
+    return f"{named}=False" if named in ROWS or arguments_without_effect([named]) else None

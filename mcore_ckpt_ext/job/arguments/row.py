@@ -256,7 +256,7 @@ class Argument(Generic[T, D]):
         return self.values.default
 
     @property
-    def without_flag(self) -> Any:
+    def value_without_flag(self) -> Any:
         """The value of the argument without the flag; None if every job must pass the flag."""
         default = self.values.default if self.flag is None or self.flag.without is DEFAULT else self.flag.without
         return None if default is REQUIRED else default

@@ -211,6 +211,6 @@ _WITHOUT_ROW = (word for line in _TEXT.splitlines() if not line.startswith("#") 
 _NAMES = frozenset((*_WITHOUT_ROW, *(name for name, row in ROWS.items() if row.effect is NOTHING)))
 
 
-def without_effect(names: Iterable[str]) -> set[str]:
+def arguments_without_effect(names: Iterable[str]) -> set[str]:
     """Return the arguments that have no effect on the forward pass."""
     return {name for name in names if name in _NAMES or name.startswith(_BEGINNINGS)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments, named
+from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments, name_of_object
 
 RUN_CONFIG = "run_config.yaml"
 """The file in an iteration folder by which Megatron-Bridge recognizes its checkpoints."""
@@ -57,7 +57,7 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     model = content["model"]
     inner = model.get("transformer")  # a model's configuration may contain that of its transformer
     arguments = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
-    arguments = _with_gemma_fields(arguments, named(model) or "")
+    arguments = _with_gemma_fields(arguments, name_of_object(model) or "")
     if arguments.get("hybrid_layer_pattern") is None and isinstance(arguments.get("hybrid_override_pattern"), str):
         arguments["hybrid_layer_pattern"] = arguments["hybrid_override_pattern"]  # its name before Core 0.17
     for section in _SECTIONS:
@@ -66,7 +66,7 @@ def job_arguments(content: Any, source: str) -> JobArguments:
         value = _section(content, "checkpoint").get(name)
         if isinstance(value, bool):
             arguments[argument] = not value
-    dtype = named(_section(content, "optimizer").get("main_params_dtype"))
+    dtype = name_of_object(_section(content, "optimizer").get("main_params_dtype"))
     if dtype is not None:
         arguments["main_params_dtype"] = dtype
     arguments |= _vocabulary(model, _section(content, "tokenizer"))

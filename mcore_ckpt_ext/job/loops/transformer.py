@@ -32,7 +32,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments in a model's configuration, and its other fields under their own names.
 
     Args:
-        config: the fields by name; values are plain, or the names of objects (see `named`).
+        config: the fields by name; values are plain, or the names of objects (see `name_of_object`).
     """
     arguments = {
         _RENAMED.get(name, name): value
@@ -43,10 +43,10 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         and is_plain(value)
     }
     arguments |= {ours: config[name] for name, ours in _YARN.items() if isinstance(config.get(name), (int, float))}
-    if (dtype := named(config.get("params_dtype"))) is not None:
+    if (dtype := name_of_object(config.get("params_dtype"))) is not None:
         arguments["params_dtype"] = dtype
     if (split := config.get("pipeline_model_parallel_layout")) is not None:
-        arguments["pipeline_model_parallel_layout"] = split if is_plain(split) else str(named(split))
+        arguments["pipeline_model_parallel_layout"] = split if is_plain(split) else str(name_of_object(split))
     if isinstance(shared := config.get(_SHARED), bool):
         arguments["untie_embeddings_and_output_weights"] = not shared
     groups = config.get("num_query_groups")
@@ -58,7 +58,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments for the MLP's activation, which a configuration stores as a function and a gate."""
-    function = named(config.get("activation_func"))
+    function = name_of_object(config.get("activation_func"))
     gated = config.get("gated_linear_unit")
     if function is None or not isinstance(gated, bool):
         return {}
@@ -76,7 +76,7 @@ def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, "bias_gelu_fusion": activation != "gelu" or bool(config.get("bias_activation_fusion"))}
 
 
-def named(value: Any) -> str | None:
+def name_of_object(value: Any) -> str | None:
     """Return the name of a class, function or dtype, such as `torch.bfloat16`; None if it is no name."""
     if isinstance(value, Mapping):
         target = value.get("_target_")

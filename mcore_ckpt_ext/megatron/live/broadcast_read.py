@@ -117,7 +117,7 @@ class ReadOnce:
             end = (stop - payload.offset) // size
             yield from _some(read, done, begin)
             if len(inside := read.runs.within(begin, end)):
-                self._parts[number].append(_Part(read.target, payload.dtype.torch, inside.moved(at // size - begin, 0)))
+                self._parts[number].append(_Part(read.target, payload.dtype.torch, inside.shift(at // size - begin, 0)))
             done = end
         yield from _some(read, done, high)
 

@@ -10,8 +10,8 @@ from mcore_ckpt_ext.errors import (
     ProofError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    counted,
     join_some,
+    quantity,
 )
 from mcore_ckpt_ext.formats.adapter_order import loop_of, size_ordered_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -135,7 +135,7 @@ def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> N
     if tokens is not None and rows is not None and rows < tokens:
         raise ModelMismatchError(
             "the model's vocabulary is smaller than the checkpoint's: tokens with their optimizer state would be lost",
-            found=counted(tokens, "token"),
+            found=quantity(tokens, "token"),
             expected=f"at most {rows}, padding included",
             where=str(folder),
             hint="resume with the tokenizer, or the --vocab-size, that the checkpoint was written with",
@@ -238,7 +238,7 @@ def check_lost(checkpoint: CheckpointView) -> None:
     if lost:
         raise ProofError(
             "Megatron wrote this fully_reshardable optimizer state shifted; most of it can be repaired, but not all",
-            found=f"{counted(sum(lost.values()), 'element')} in no slot: "
+            found=f"{quantity(sum(lost.values()), 'element')} in no slot: "
             + ", ".join(f"{count} of {name}" for name, count in lost.items()),
             where=str(checkpoint.files.folder),
             hint="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "

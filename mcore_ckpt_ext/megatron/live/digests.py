@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt_ext.collectives import attempt, gather, list_reasons_of_all, text_of
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.group_device import payload_device
 from mcore_ckpt_ext.layout.additive_digest import digest_on_device, format_digest, join_digests
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
@@ -142,7 +142,7 @@ class Digests:
         if dist.is_initialized():
             self._exchange = dist.all_reduce(self._totals, async_op=True)  # int64 wraps around, as digests do
 
-    def recorded(self) -> tuple[RecordedDigests, ...]:
+    def recorded_digests(self) -> tuple[RecordedDigests, ...]:
         """Wait for the sum on any thread, after `share`; the result is empty if some rank has failed."""
         if self._totals is None:
             return ()
@@ -154,7 +154,7 @@ class Digests:
             self._digester.report_failure(text_of(error))
             return ()
         if failures:
-            self._digester.report_failure(f"{counted(failures, 'rank')} could not take theirs")
+            self._digester.report_failure(f"{quantity(failures, 'rank')} could not take theirs")
             return ()
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
         for (child, group, name), total in zip(self._digester.places, sums, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.releases import MATCHES_GROUPS_BY_BOUNDS
 from mcore_ckpt_ext.optimizers.groups import (
     ADAM,
@@ -112,9 +112,10 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
     iteration = int(common.get("iteration", 0))
     samples = common.get("opt_param_scheduler", {}).get("num_steps")
     if iteration and (not batch_size or samples != iteration * batch_size):
+        scheduled = quantity(samples or 0, "sample")
         raise UnsupportedCheckpointError(
             "the checkpoint does not record the number of Adam steps",
-            found=f"no step in any parameter group; iteration {iteration}, {counted(samples or 0, 'sample')} scheduled",
+            found=f"no step in any parameter group; iteration {iteration}, {scheduled} scheduled",
             expected=f"a step, or {batch_size or 'a constant number of'} samples an iteration",
             hint="if the optimizer had not stepped yet (fp16 skips steps), resume with --no-load-optim; with "
             "--optimizer-cpu-offload and nothing offloaded Megatron saves no step: save once with "

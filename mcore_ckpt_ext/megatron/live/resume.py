@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
@@ -98,4 +98,4 @@ def changed_padding(stored: int | None, rows: int | None) -> str:
     """Return how the rows of the vocabulary change on a resume, for the log; empty if they do not."""
     if stored is None or rows is None or stored == rows:
         return ""
-    return f"; the vocabulary is padded to {counted(rows, 'row')}, {stored:,} in the checkpoint"
+    return f"; the vocabulary is padded to {quantity(rows, 'row')}, {stored:,} in the checkpoint"

@@ -85,7 +85,7 @@ class PackingRecorder:
         digests = self._digesters[optimizer].begin(optimizer, in_background)
         groups = self._groups[optimizer]
         return PendingSidecar(
-            digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded())
+            digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded_digests())
         )
 
     def _gather_groups(self, chunks: Chunks, optimizer: Any) -> tuple[RecordedGroup, ...]:

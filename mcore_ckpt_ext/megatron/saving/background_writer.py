@@ -35,7 +35,7 @@ class Report:
     def __init__(self) -> None:
         self._path = Path(tempfile.gettempdir()) / f"mcore_ckpt_ext-{secrets.token_hex(8)}.error"
 
-    def observed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+    def with_errors_reported(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that its errors are reported here; another process can unpickle the result."""
         return partial(_observe, work, str(self._path))
 

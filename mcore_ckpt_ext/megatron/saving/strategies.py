@@ -55,7 +55,7 @@ class MegatronWriters:
             ]
             request.finalize_fns[:] = [partial(finalize, steps)]
         names = [name for name in ("async_fn", "preload_fn") if getattr(request, name, None) is not None]
-        return request._replace(**{name: save.report.observed(getattr(request, name)) for name in names})
+        return request._replace(**{name: save.report.with_errors_reported(getattr(request, name)) for name in names})
 
     def are_done(self) -> bool:
         """Return True if Megatron's queue is empty."""

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt_ext.collectives import attempt, text_of
-from mcore_ckpt_ext.errors import counted
+from mcore_ckpt_ext.errors import quantity
 
 
 def stored_bytes(metadata: Metadata) -> int:
@@ -34,15 +34,15 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
     lacking = [index for index in _expectations(metadata) if index not in records] if planned != len(records) else []
     if lacking:
         total = len(lacking) + len(records)
-        yield f"{len(lacking):,} of {counted(total, 'record')} were not written by any rank, first {lacking[0].fqn}"
+        yield f"{len(lacking):,} of {quantity(total, 'record')} were not written by any rank, first {lacking[0].fqn}"
     needed: dict[str, int] = {}
     for record in records.values():
         needed[record.relative_path] = max(needed.get(record.relative_path, 0), record.offset + record.length)
     for file, size in needed.items():
         actual_size = _size(folder / file)
         if actual_size < size:
-            is_there = "it does not exist" if actual_size < 0 else counted(actual_size, "byte")
-            yield f"{file}: {is_there}, but its records need {counted(size, 'byte')}"
+            is_there = "it does not exist" if actual_size < 0 else quantity(actual_size, "byte")
+            yield f"{file}: {is_there}, but its records need {quantity(size, 'byte')}"
 
 
 def _with_records(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) -> Metadata:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_ckpt_ext.collectives import gather, text_of
-from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.accounts import account_of_load
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.steps import check_step
@@ -153,7 +153,7 @@ class DcpStorageAdapter(ABC):
         rest = account_of_load(source).sentence
         return (
             f"{content} resumed from {source.job.layout} by {self.whose}: {source.format.name}, {detail}, "
-            f"{sum(read) / 1e6:,.1f} MB read, {counted(sum(proven), 'master')} {how}"
+            f"{sum(read) / 1e6:,.1f} MB read, {quantity(sum(proven), 'master')} {how}"
             f"{f'; {rest}' if rest else ''}"
         )
 

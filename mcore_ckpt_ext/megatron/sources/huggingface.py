@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import ModelMismatchError, UsageError, counted, with_indefinite_article
+from mcore_ckpt_ext.errors import ModelMismatchError, UsageError, quantity, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
@@ -132,7 +132,7 @@ def check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Chunks) -> None:
         if tensor is not None and tensor.shape[0] < checkpoint.vocabulary:
             raise ModelMismatchError(
                 "the model has fewer tokens than the folder, and the last ones would be lost",
-                found=f"{counted(tensor.shape[0], 'row')}, padding included",
+                found=f"{quantity(tensor.shape[0], 'row')}, padding included",
                 expected=f"at least {checkpoint.vocabulary}",
                 where=str(checkpoint.folder / CONFIG),
                 hint=f"pass a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} if "

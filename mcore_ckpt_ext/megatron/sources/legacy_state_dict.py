@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.collectives import agree
-from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, counted
+from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, quantity
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for
@@ -82,7 +82,7 @@ def present(
         announce(missing_extra_states_message(missing))
     if unknown:
         announce(
-            f"extra states of {counted(unknown, 'module')} are of an unknown kind: they start empty, and fp8 "
+            f"extra states of {quantity(unknown, 'module')} are of an unknown kind: they start empty, and fp8 "
             f"scaling is reinitialized"
         )
 
@@ -170,7 +170,7 @@ def _check_numbers(tensors: Sequence[LiveParameter], filled: Sequence[torch.Tens
             if wrong:
                 raise UnreadableCheckpointError(
                     "the initial weights are not finite",
-                    found=f"NaN or infinite: {wrong:,} of {counted(values.numel(), 'element')}",
+                    found=f"NaN or infinite: {wrong:,} of {quantity(values.numel(), 'element')}",
                     where=f"{live.regions[0].name}, {where}",
                     hint="use another copy of the folder; if a job wrote it, its training had diverged",
                 )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
@@ -106,7 +106,7 @@ class TorchFsdpAdapter(DcpStorageAdapter):
         if len(numbers) > 1:
             raise ModelMismatchError(
                 "parameters of one group of the running optimizer were in several ones",
-                found=counted(len(numbers), "group"),
+                found=quantity(len(numbers), "group"),
                 where=f"{names[0]}, {self._folder}",
                 hint="resume with the optimizer arguments of the checkpoint",
             )

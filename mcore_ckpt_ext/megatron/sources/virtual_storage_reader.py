@@ -80,7 +80,7 @@ class VirtualStorageReader(StorageReader):
         numel = prod(tensor.shape)
         in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
         room = tensor.view(-1) if in_place else torch.empty(numel, dtype=tensor.dtype)
-        placed = WriteItem(0, array.wanted(item.storage_offsets, item.lengths))
+        placed = WriteItem(0, array.target_slice(item.storage_offsets, item.lengths))
         record = Record(array.key, 0, array.tensor.dtype, numel, (placed,))
         self._filler.fill(record, Block(0, numel, (placed,)), room)
         if not in_place:

@@ -44,12 +44,12 @@ class _Shifted:
 def unshift(written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]) -> OptimizerState:
     """Return a `fully_reshardable` state that reads shifted parameters from their elements' positions.
 
-    Lost elements are missing from `stored`, so that planning their tensor is refused.
+    Lost elements are missing from `stored_slices`, so that planning their tensor is refused.
     """
 
-    def stored(kind: str, name: str) -> Sequence[StoredSlice]:
+    def stored_slices(kind: str, name: str) -> Sequence[StoredSlice]:
         if name not in shifted:
-            return written.stored(kind, name)
+            return written.stored_slices(kind, name)
         return [
             piece
             for parameter in shifted[name]
@@ -63,7 +63,7 @@ def unshift(written: ModelSpaceState, models: LocalModels, shifted: Mapping[str,
         whole = Region.whole(name, tensor.shape)
         pieces = [
             Piece(region, start, stop, 0)
-            for stored_slice in stored(kind, name)
+            for stored_slice in stored_slices(kind, name)
             for region, start, stop, _ in stored_slice.slice.pieces()
         ]
         return overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
@@ -74,7 +74,7 @@ def unshift(written: ModelSpaceState, models: LocalModels, shifted: Mapping[str,
 
     return replace(
         StateView.of(written),
-        stored=stored,
+        stored_slices=stored_slices,
         lost=lost,
         lost_elements=lost_elements,
         shifted=sorted(shifted),
@@ -141,7 +141,9 @@ def _join_buffers(written: ModelSpaceState, models: LocalModels, kind: str, shif
             for region in buffer.regions[index]:
                 stop = min(position + region.numel, end)
                 if position < stop and _saves(models, shifted.rank, region.name):
-                    slots = [slot for slot in written.stored(kind, region.name) if slot.slice.regions == (region,)]
+                    slots = [
+                        slot for slot in written.stored_slices(kind, region.name) if slot.slice.regions == (region,)
+                    ]
                     pieces += [FlatPiece(position, stop, slot.extent, slot.first) for slot in slots]
                 position += region.numel
     return FlatArray(end, "float32", tuple(pieces))
@@ -162,7 +164,7 @@ def masters_hold(
 ) -> bool:
     """Return whether samples of the masters of some parameters round to their weights."""
     for name in names:
-        stored = state.stored(FP32_PARAM, name)
+        stored = state.stored_slices(FP32_PARAM, name)
         for piece in stored[:1]:
             start = piece.slice.start
             stop = min(piece.slice.stop, piece.slice.start + _SAMPLE)

@@ -82,7 +82,7 @@ class _Alone:
     def logical_tensor(self, kind: str, name: str) -> Any:
         return self._tensor
 
-    def stored(self, kind: str, name: str) -> list[Any]:
+    def stored_slices(self, kind: str, name: str) -> list[Any]:
         return [self._stored]
 
 

@@ -119,7 +119,7 @@ def digests(live: Live) -> dict[str, str]:
     digester = Digester([unwrapped(chunk) for chunk in live.model], live.optimizer, problems.append)
     taken = digester.begin(live.optimizer, in_background=False)
     taken.share()
-    found = {name: kinds for group in taken.recorded() for name, kinds in group.parameters.items()}
+    found = {name: kinds for group in taken.recorded_digests() for name, kinds in group.parameters.items()}
     if problems:
         raise RuntimeError("; ".join(problems))
     return {name: text for name, kinds in found.items() for text in kinds.values()}

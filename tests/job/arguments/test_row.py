@@ -61,7 +61,11 @@ def test_a_row_is_an_attribute_of_a_job_and_of_a_model() -> None:
 
 def test_neutral_values_and_those_without_a_flag_are_the_default_unless_the_row_has_others() -> None:
     assert (Table.wheels.neutral, Table.chains.neutral, Table.brakes.neutral) == (None, False, None)
-    assert (Table.wheels.without_flag, Table.brakes.without_flag, Table.ground.without_flag) == (None, True, "sand")
+    assert (Table.wheels.value_without_flag, Table.brakes.value_without_flag, Table.ground.value_without_flag) == (
+        None,
+        True,
+        "sand",
+    )
     assert Table.ground.values.default is REQUIRED
 
 

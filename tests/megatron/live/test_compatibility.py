@@ -8,7 +8,7 @@ import pytest
 
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.formats.views import rename_tensors
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, check_tokens
 from mcore_ckpt_ext.megatron.probe import check_all_have_the_same
@@ -52,13 +52,13 @@ def test_settings_that_decide_together_are_the_same_on_all_ranks() -> None:
 def test_embeddings_are_tied_on_both_sides_or_on_neither(prefix: str) -> None:
     """Of a language model inside a larger one, too."""
     tied = open_checkpoint(fixture_named("p01").run)
-    tied = renamed(tied, {name: prefix + name for name in tied.names(WEIGHT)})
+    tied = rename_tensors(tied, {name: prefix + name for name in tied.names(WEIGHT)})
     live, output_layer = set(tied.names(WEIGHT)), f"{prefix}output_layer.weight"
     check_names(tied, live)
     with pytest.raises(ModelMismatchError, match=f"tied.*expected: {output_layer}.*resume without --untie-emb"):
         check_names(tied, live | {output_layer})
     untied = open_checkpoint(fixture_named("p02").run)
-    untied = renamed(untied, {name: prefix + name for name in untied.names(WEIGHT)})
+    untied = rename_tensors(untied, {name: prefix + name for name in untied.names(WEIGHT)})
     live = set(untied.names(WEIGHT))
     check_names(untied, live)
     with pytest.raises(ModelMismatchError, match="resume with --untie-embeddings-and-output-weights"):

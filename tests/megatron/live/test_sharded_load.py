@@ -171,7 +171,7 @@ def test_the_chunks_of_a_part_are_found_and_no_others(
 ) -> None:
     shape, chunks, region = problem
     arrays = StoredArrays({"x": StoredArray("x", shape, "float32", tuple(chunks))})
-    found = {stored.extent.offset for stored in arrays.stored_in("array", region)}
+    found = {stored.extent.offset for stored in arrays.stored_slices_in("array", region)}
     pieces = [Piece(Region("x", c.offsets, c.sizes), 0, Region("x", c.offsets, c.sizes).numel, 0) for c in chunks]
     needed = overlap(shape, Piece(region, 0, region.numel, 0), pieces)
     assert needed.missing == []

@@ -299,7 +299,7 @@ class Rank:
         if order.has("result", self.number):
             report = next(save.report for save in self.saves if save.iteration == order.iteration)
             with contextlib.suppress(ValueError):
-                report.observed(int)("no number")
+                report.with_errors_reported(int)("no number")
         else:
             path = self.job.folder_of(order.iteration) / f"__{self.number}_0.distcp"
             path.write_text(self.job.mark(order))

@@ -89,7 +89,7 @@ class OptimizerAdapter(Protocol):
     def master_check(self, shard: LiveShard) -> MasterCheck | None:
         """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
 
-    def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
+    def round_masters(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """Return the weights that this optimizer would write for fp32 masters, 1-D, in the weights' dtype.
 
         Optimizers differ if a master lies halfway between two weights.

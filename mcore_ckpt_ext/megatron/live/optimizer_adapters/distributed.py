@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, counted
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter, described
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter, find_live_parameter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 from mcore_ckpt_ext.optimizers.groups import BOUNDS
@@ -40,7 +40,7 @@ class DistributedAdapter(PlainAdapter):
         """Yield the shards of this rank."""
         for buckets in (b for ranges in self._optimizer.gbuf_ranges for b in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
-                live_parameter = described(live, parameter)
+                live_parameter = find_live_parameter(live, parameter)
                 local = Slice(live_parameter.regions, ranges["param"].start, ranges["param"].end)
                 shard = LiveShard(live_parameter, local, self._kinds, self)
                 self._check(shard)
@@ -92,8 +92,8 @@ class DistributedAdapter(PlainAdapter):
         if main.dtype != torch.float32 or main.numel() != shard.slice.numel or not main.is_contiguous():
             raise UnsupportedCheckpointError(
                 "the optimizer's masters are not plain fp32 shards",
-                found=f"{main.dtype}, {counted(main.numel(), 'element')}",
-                expected=f"torch.float32, {counted(shard.slice.numel, 'element')}",
+                found=f"{main.dtype}, {quantity(main.numel(), 'element')}",
+                expected=f"torch.float32, {quantity(shard.slice.numel, 'element')}",
                 where=shard.name,
             )
 

@@ -39,7 +39,7 @@ class PlainAdapter(ABC):
         """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
         return quantization_check(shard.live.parameter) or BY_ROUNDING
 
-    def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
+    def round_masters(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """Cast to the weights' dtype (`_copy_main_params_to_model_params`)."""
         return values.to(shard.weight.dtype)
 
@@ -91,7 +91,7 @@ def is_alone(tensor: torch.Tensor) -> bool:
     return bool(uses(tensor.untyped_storage()._cdata) == uses(lone.untyped_storage()._cdata))
 
 
-def described(live: Mapping[int, LiveParameter], parameter: torch.Tensor) -> LiveParameter:
+def find_live_parameter(live: Mapping[int, LiveParameter], parameter: torch.Tensor) -> LiveParameter:
     """Return the description of a parameter, found by `id`.
 
     Raises:

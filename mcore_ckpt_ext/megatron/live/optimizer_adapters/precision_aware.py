@@ -71,9 +71,9 @@ class PrecisionAwareAdapter(DistributedAdapter):
             self._fused.set_scaled_state(stepped, _MASTER, masters.view(stepped.shape).clone())
         return values
 
-    def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
+    def round_masters(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """Return the weights for masters; a remainder requires a weight that is rounded half up."""
-        return split(values)[0] if self._has_remainder(shard) else super().rounded(shard, values)
+        return split(values)[0] if self._has_remainder(shard) else super().round_masters(shard, values)
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
         """Store moments in their own dtype, with their scale."""

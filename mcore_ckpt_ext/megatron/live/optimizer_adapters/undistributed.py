@@ -18,7 +18,7 @@ from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.offloaded import set_step
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter, described
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter, find_live_parameter
 from mcore_ckpt_ext.model_space.slices import Slice
 
 
@@ -41,7 +41,7 @@ class UndistributedAdapter(PlainAdapter):
         """Yield the shards of this rank."""
         for group in self.param_groups:
             for master in group["params"]:
-                live_parameter = described(live, self._parameters.get(id(master), master))
+                live_parameter = find_live_parameter(live, self._parameters.get(id(master), master))
                 yield LiveShard(live_parameter, Slice.whole(live_parameter.regions), self._kinds, self)
 
     def share_weights(self) -> None:
