@@ -54,7 +54,7 @@ class Setting(Generic[Value]):
         """The command-line argument as a user types it."""
         return f"--{self.argument.replace('_', '-')}"
 
-    def chosen(self, arguments: object) -> Value:
+    def choose(self, arguments: object) -> Value:
         """Return the command-line argument's value if it is given, else the environment's."""
         given: Value | None = getattr(arguments, self.argument, None)
         return self.value if given is None else given

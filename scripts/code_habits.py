@@ -22,7 +22,11 @@ PREPOSITIONS = ("in", "of", "from", "to", "with", "without", "by", "at", "on", "
 # Methods that the field names so: alternative constructors, conversions, changed copies.
 ACCEPTED = ("from_", "to_", "with_", "as_")
 # `merged`, which a list of imports does not explain; with its noun (`merged_view`) it is one.
-PARTICIPLE = re.compile(r"[a-z]+ed")
+IRREGULAR = (
+    "begun", "broken", "built", "chosen", "drawn", "found", "given", "held", "kept", "known", "left", "lost", "made",
+    "written", "differing", "fitting", "holding", "lacking", "matching", "missing", "reading",
+)  # fmt: skip
+PARTICIPLE = re.compile("|".join(("[a-z]+ed", *IRREGULAR)))
 # A number, then perhaps an adjective, then things that are counted: `errors.quantity` knows "1 file" from "2 files".
 COUNTABLE = re.compile(
     r" (?:(?!of|for|in|by|on|to|lists)[\w-]+ )?(?:arrays|axes|blocks|bytes|characters|checks|columns|digits|elements"

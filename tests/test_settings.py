@@ -94,11 +94,11 @@ def test_importing_torch_reports_an_invalid_value() -> None:
 
 def test_an_argument_outweighs_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXPORT_HF.name, "1000")
-    assert EXPORT_HF.chosen(Namespace(ckpt_ext_export_hf=0)) == 0
-    assert EXPORT_HF.chosen(Namespace(ckpt_ext_export_hf=None)) == 1000
+    assert EXPORT_HF.choose(Namespace(ckpt_ext_export_hf=0)) == 0
+    assert EXPORT_HF.choose(Namespace(ckpt_ext_export_hf=None)) == 1000
     monkeypatch.setenv(FALLBACK.name, "1")
     parsed = _with_own_flags(None)(ArgumentParser()).parse_args([])
-    assert FALLBACK.chosen(parsed)
+    assert FALLBACK.choose(parsed)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

@@ -81,7 +81,7 @@ def refuse_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
         )
 
 
-def working(optimizer: Any, stepped: torch.Tensor) -> Any:
+def working_parameter(optimizer: Any, stepped: torch.Tensor) -> Any:
     """Return the working parameter of a tensor that the optimizer steps."""
     of_master = optimizer.get_master_to_working_map()
     return stepped if of_master is None else of_master[id(stepped)]
@@ -89,9 +89,9 @@ def working(optimizer: Any, stepped: torch.Tensor) -> Any:
 
 def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state: State) -> State:
     """Return this rank's part of a parameter's state; also write the master's padding rows to the weight."""
-    parameter = working(optimizer, stepped)
+    parameter = working_parameter(optimizer, stepped)
     local: State = {}
-    rows = padding.fitting(parameter, MASTER, state.get(f"{MASTER}{PADDING}"))
+    rows = padding.fit_padding(parameter, MASTER, state.get(f"{MASTER}{PADDING}"))
     if rows is not None:
         _write_padding(parameter, rows)
     for name, value in state.items():
@@ -100,7 +100,7 @@ def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state
         if not isinstance(value, torch.Tensor) or name == "step":
             local[name] = value
             continue
-        rows = padding.fitting(parameter, name, state.get(f"{name}{PADDING}"))
+        rows = padding.fit_padding(parameter, name, state.get(f"{name}{PADDING}"))
         cut = tensor_parallel.slice_of(parameter, value, rows)
         if checkpoint_io.use_zero:
             cut = _part(cut, checkpoint_io.global_dp_size, checkpoint_io.dp_rank)

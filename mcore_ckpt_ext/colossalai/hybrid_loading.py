@@ -11,7 +11,7 @@ from torch import nn
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, refuse_shape, working
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, refuse_shape, working_parameter
 from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
@@ -27,7 +27,7 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
     groups: list[dict[str, Any]] = state_dict["param_groups"]
     live = optimizer.optim.param_groups
     ids = optimizer.param_info["param2id"]
-    id_map = {ids[id(working(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
+    id_map = {ids[id(working_parameter(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
     by_id: dict[int, State] = {int(key): state for key, state in state_dict["state"].items()}
 
     def inspect_here() -> tuple[Digests, None]:
@@ -43,7 +43,7 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
                 expected=quantity(len(known_keys), "parameter"),
             )
         for key, stepped in id_map.items():
-            shape = tensor_parallel.whole_shape(working(optimizer, stepped))
+            shape = tensor_parallel.whole_shape(working_parameter(optimizer, stepped))
             for name, value in by_id.get(key, {}).items():
                 if isinstance(value, torch.Tensor) and name != "step" and not name.endswith(PADDING):
                     refuse_shape(f"{name} of parameter {key}", value.shape, shape)

@@ -182,7 +182,7 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     is_full = any(state_dict.get("state", {}).values())
     content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, OPTIMIZER_UNCHANGED)
     groups, states, rows = zero.ranks.agree_here(
-        lambda: _fitting(optimizer, zero, content.outline), "calling optimizer.load_state_dict", OPTIMIZER_UNCHANGED
+        lambda: _match(optimizer, zero, content.outline), "calling optimizer.load_state_dict", OPTIMIZER_UNCHANGED
     )
     errors = GroupErrors(zero.ranks, "writing the optimizer", "it is partly written: do not train on, load again")
     errors.attempt(partial(optimizer.load_param_groups, groups))
@@ -207,7 +207,7 @@ def _write(optimizer: Any, zero: Wrapped, key: int, state: State, rows: Mapping[
     """Write this rank's part of one parameter's state, and of its master if the state has it."""
     parameter = optimizer.id_to_real_params[key]
     named = zero.names[parameter][0]
-    fitting = {name: padding.fitting(parameter, f"{name} of {named}", rows.get(name)) for name in state}
+    fitting = {name: padding.fit_padding(parameter, f"{name} of {named}", rows.get(name)) for name in state}
     if key in optimizer.id_to_fake_params:
         local = _local_state(optimizer, zero, key, state, fitting)
         optimizer.optim.state[optimizer.id_to_fake_params[key]].update(local)
@@ -216,7 +216,7 @@ def _write(optimizer: Any, zero: Wrapped, key: int, state: State, rows: Mapping[
 
 
 def _write_padding(zero: Wrapped, parameter: nn.Parameter, rows: Mapping[str, torch.Tensor]) -> None:
-    fitting = padding.fitting(parameter, f"{MASTER} of {zero.names[parameter][0]}", rows.get(MASTER))
+    fitting = padding.fit_padding(parameter, f"{MASTER} of {zero.names[parameter][0]}", rows.get(MASTER))
     if fitting is not None:
         write_padding(zero, parameter, fitting)
 
@@ -238,7 +238,7 @@ def _scalar(name: str, value: Any, elements: int) -> Any:
     return None if isinstance(value, torch.Tensor) and value.numel() == elements else value
 
 
-def _fitting(
+def _match(
     optimizer: Any, zero: Wrapped, state_dict: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[int, State], Padding]:
     """Return the groups, states and padding rows under this optimizer's ids, if the parameters match.

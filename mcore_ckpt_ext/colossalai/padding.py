@@ -16,7 +16,7 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.errors import quantity
 
 
-def fitting(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tensor | None:
+def fit_padding(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tensor | None:
     """Return the padding rows for this job; None if it has none.
 
     Args:

@@ -78,13 +78,13 @@ class StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         for parameter in zero.module.parameters():
             is_whole = parameter not in zero.working and not tensor_parallel.is_sharded(parameter)
             dtype = torch.float32 if parameter in zero.masters else parameter.dtype
-            value = self._made(tensor_parallel.whole_shape(parameter), dtype)
+            value = self._placeholder(tensor_parallel.whole_shape(parameter), dtype)
             made = nn.Parameter(value, requires_grad=parameter.requires_grad)
             self._add(parameter, _Record(made, zero.names[parameter], parameter if is_whole else None))
         for buffer in zero.module.buffers():
-            self._add(buffer, _Record(self._made(buffer.shape, buffer.dtype), [], buffer))
+            self._add(buffer, _Record(self._placeholder(buffer.shape, buffer.dtype), [], buffer))
 
-    def _made(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _placeholder(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         # One element, expanded: for modules and hooks an ordinary tensor, which takes no memory.
         return torch.empty((), dtype=dtype, device=self._device).expand(shape)
 

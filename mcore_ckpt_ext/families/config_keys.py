@@ -122,7 +122,7 @@ class NeutralKeys:
 
 
 @contextmanager
-def accepting(names: Sequence[str]) -> Iterator[None]:
+def accept_keys(names: Sequence[str]) -> Iterator[None]:
     """Accept keys of `config.json` inside the block, in addition to those of the setting."""
     token = _accepted.set(_accepted.get() | frozenset(names))
     try:

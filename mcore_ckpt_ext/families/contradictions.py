@@ -29,7 +29,7 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
     running = complete(job)
     running = running.replace(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
     descriptions = [
-        *_differing(family, model, running),
+        *_differing_arguments(family, model, running),
         *family.mismatches(running),
         *_contradictions_without_flag(model, job),
     ]
@@ -44,10 +44,10 @@ def unwritten(family: Family, model: ModelArguments) -> list[str]:
     Raises:
         UnsupportedCheckpointError: the written `config.json` cannot be read.
     """
-    return list(_differing(family, family.arguments(family.config(model)), model))
+    return list(_differing_arguments(family, family.arguments(family.config(model)), model))
 
 
-def _differing(family: Family, model: ModelArguments, running: ModelArguments) -> Iterator[str]:
+def _differing_arguments(family: Family, model: ModelArguments, running: ModelArguments) -> Iterator[str]:
     """Yield arguments of the job that change the `config.json` when they replace the model's.
 
     Different values may be equivalent, such as `moe_layer_freq` 1 and `[1, 1]`, or have no effect, such as

@@ -55,16 +55,16 @@ class RegisteredFamily:
             if family:
                 family.origin = self.distribution
         except (Exception, SystemExit) as error:
-            raise self._broken("cannot be imported", repr(error)) from error
+            raise self._registration_error("cannot be imported", repr(error)) from error
         if family is None:
-            raise self._broken("is not a class derived from families.family.Family", self.entry.value)
+            raise self._registration_error("is not a class derived from families.family.Family", self.entry.value)
         if missing:
-            raise self._broken("lacks attributes that every family must have", ", ".join(missing))
+            raise self._registration_error("lacks attributes that every family must have", ", ".join(missing))
         if model_type != self.model_type:
-            raise self._broken("is registered under another model_type than its own", model_type)
+            raise self._registration_error("is registered under another model_type than its own", model_type)
         return _AttributedFamily(family, self)
 
-    def _broken(self, problem: str, details: str) -> UnsupportedCheckpointError:
+    def _registration_error(self, problem: str, details: str) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
             f"the family that {self.distribution} registers {problem}",
             found=details,

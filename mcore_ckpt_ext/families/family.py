@@ -44,8 +44,8 @@ from mcore_ckpt_ext.families.rules import (
     Rule,
     always,
     dense,
-    matching,
     name_pattern,
+    names_matching,
     parameter_shapes,
     rule_places,
     rule_tensors,
@@ -67,7 +67,7 @@ __all__ = [
     "Rule",
     "always",
     "dense",
-    "matching",
+    "names_matching",
     "parameter_shapes",
     "set_in",
     "untied",
@@ -229,7 +229,7 @@ class Family:
             return None
         return updated if as_written == expected else None
 
-    def kept(self, config: Config) -> dict[str, Any]:
+    def copied_keys(self, config: Config) -> dict[str, Any]:
         """Return the copied keys of a `config.json`: those without effect, except those about the file."""
         kept = WITHOUT_EFFECT.union(self.without_effect) - OF_THE_FILE
         return {key: value for key, value in config.items() if key in kept}
@@ -246,7 +246,7 @@ class Family:
     def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         """Return the tensors of a folder that Megatron does not have; they are reported, not converted."""
         tied = set() if arguments.untie_embeddings_and_output_weights else {"lm_head.weight"}
-        return set(matching(names, self.left_out)) | (tied & set(names))
+        return set(names_matching(names, self.left_out)) | (tied & set(names))
 
     def __repr__(self) -> str:
         """Return the same text in every process: an interrupted conversion is recognized by its options."""

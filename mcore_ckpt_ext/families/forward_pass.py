@@ -56,16 +56,16 @@ def unexpressed_arguments(expressed: Collection[str], arguments: ModelArguments)
     """
     descriptions = [
         f"{name} is {shorten(repr(arguments.get(name)))}, for which it has no key"
-        for name, neutral in _counting(arguments)
+        for name, neutral in _effective_arguments(arguments)
         if name not in expressed and not _is_neutral(arguments.get(name, _UNKNOWN), neutral)
     ]
     return list(dict.fromkeys(descriptions))
 
 
-def differing(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]]:
+def differing_arguments(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]]:
     """Return the arguments that change the forward pass and that two jobs set differently."""
     differences: dict[str, tuple[Any, Any]] = {}
-    for name in ("layernorm_epsilon", *dict(_counting(a)).keys() & dict(_counting(b)).keys()):
+    for name in ("layernorm_epsilon", *dict(_effective_arguments(a)).keys() & dict(_effective_arguments(b)).keys()):
         values = a.get(name, _UNKNOWN), b.get(name, _UNKNOWN)
         plain = [list(value) if isinstance(value, tuple) else value or None for value in values]
         if name == "add_qkv_bias" and a.add_bias_linear and b.add_bias_linear:
@@ -99,7 +99,7 @@ def unknown(arguments: ModelArguments) -> list[str]:
     return [f"unknown arguments, which must not change what the model computes: {listed}"]
 
 
-def _counting(arguments: ModelArguments) -> Iterator[tuple[str, Any]]:
+def _effective_arguments(arguments: ModelArguments) -> Iterator[tuple[str, Any]]:
     """Yield the arguments that have an effect in a job, with their neutral values."""
     yield from NEUTRAL.items()
     for condition, dependent in ONLY_WITH.items():

@@ -14,7 +14,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.families.config_keys import MOST_LISTED, WITHOUT_EFFECT
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rules import Rule, matching
+from mcore_ckpt_ext.families.rules import Rule, names_matching
 from mcore_ckpt_ext.families.text_parts import text_names, text_section
 from mcore_ckpt_ext.families.unsupported import (
     ALIBI,
@@ -104,7 +104,7 @@ def _kinds_of(rules: Iterable[Rule]) -> set[str]:
 
 def _unexplained_kinds(kinds: Collection[str], family: Family) -> set[str]:
     explained = _kinds_of((*family.rules, *family.repeated, *family.read_rules))
-    return {kind for kind in kinds if kind not in explained} - set(matching(kinds, family.left_out))
+    return {kind for kind in kinds if kind not in explained} - set(names_matching(kinds, family.left_out))
 
 
 def deciding_traits(config: Mapping[str, Any], names: Collection[str]) -> list[str]:

@@ -118,7 +118,7 @@ def with_passed(stored: JobArguments, passed: Mapping[str, Any], where: str | No
             its job, by which its content is found.
     """
     check_passed(passed, where)
-    for name in sorted(set(SIZE_ARGUMENTS.values()) & _contradicting(stored, passed)):
+    for name in sorted(set(SIZE_ARGUMENTS.values()) & _contradicting_arguments(stored, passed)):
         if stored.raw[name] is not None:
             raise UsageError(
                 "an argument contradicts the layout of the job that wrote the checkpoint",
@@ -132,12 +132,12 @@ def with_passed(stored: JobArguments, passed: Mapping[str, Any], where: str | No
 
 def replaced_values(stored: JobArguments, passed: Mapping[str, Any]) -> tuple[str, ...]:
     """Describe the arguments that a user passes although the checkpoint stores another value."""
-    stored_values = {name: as_passed(stored.raw[name]) for name in sorted(_contradicting(stored, passed))}
+    stored_values = {name: as_passed(stored.raw[name]) for name in sorted(_contradicting_arguments(stored, passed))}
     return tuple(
         f"{name} is {format_value(passed[name])}, as passed; the checkpoint stores {format_value(value)}"
         for name, value in stored_values.items()
     )
 
 
-def _contradicting(stored: JobArguments, passed: Mapping[str, Any]) -> set[str]:
+def _contradicting_arguments(stored: JobArguments, passed: Mapping[str, Any]) -> set[str]:
     return {name for name in passed if stored.is_set(name) and as_passed(passed[name]) != as_passed(stored.raw[name])}

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.exaone import Exaone
 from mcore_ckpt_ext.families.exaone4 import Exaone4
 from mcore_ckpt_ext.families.exaone_moe import ExaoneMoE
-from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
+from mcore_ckpt_ext.families.family import Family, names_matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma import Gemma
 from mcore_ckpt_ext.families.gemma2 import Gemma2
 from mcore_ckpt_ext.families.gemma3 import Gemma3
@@ -324,7 +324,7 @@ def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None
 def _with_converted_mtp(family: Family, arguments: ModelArguments, names: Collection[str]) -> ModelArguments:
     """Return the arguments without MTP layers if the checkpoint has none that the family converts."""
     mtp = {name for name in names if name.startswith("mtp.")}
-    converted = mtp.difference(matching(mtp, family.megatron_left_out))
+    converted = mtp.difference(names_matching(mtp, family.megatron_left_out))
     return arguments if converted else arguments.replace(mtp_num_layers=None)
 
 
@@ -335,7 +335,7 @@ def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | Non
         return Fit(family, arguments, mismatches, by_names=False)
     if names is None:
         return Fit(family, arguments, [])
-    left_out = set(matching(names, family.megatron_left_out))
+    left_out = set(names_matching(names, family.megatron_left_out))
     fits: list[Fit] = []
     for spec in dict.fromkeys((arguments.transformer_impl, "transformer_engine", "local")):
         under = arguments.replace(transformer_impl=spec)

@@ -155,7 +155,7 @@ def name_pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(layer|expert|next|step)\\\}", r"\\d+", re.escape(template)))
 
 
-def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
+def names_matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match one of the patterns."""
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 

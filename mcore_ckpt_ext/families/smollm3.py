@@ -31,7 +31,7 @@ def _rotary_pattern(arguments: ModelArguments) -> dict[str, Any]:
     return {"no_rope_layers": [1 - pattern[layer % len(pattern)] for layer in layers]}
 
 
-def _skipping(config: Config) -> dict[str, Any]:
+def _layers_without_rope(config: Config) -> dict[str, Any]:
     interval = config.get("no_rope_layer_interval", 4)
     layers = range(config["num_hidden_layers"])
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
@@ -62,7 +62,7 @@ class SmolLM3(Family):
         Custom(
             ("no_rope_layers",),
             _rotary_pattern,
-            _skipping,
+            _layers_without_rope,
             expressed=("no_rope_freq",),
             why_not=lambda arguments: [] if arguments.no_rope_freq else ["positions in every layer"],
         ),

@@ -92,7 +92,7 @@ def describe_job(reader: FolderReader, own: JobArguments | None, sidecar: Sideca
     return replace(description, arguments=_partial(raw_arguments, folder, ignored), problems=ignored)
 
 
-def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
+def find_contradictions(own: JobArguments, folder: Path) -> tuple[str, ...]:
     """Contradictions between an auxiliary file and Megatron's arguments, which take precedence."""
     description = next((candidate for looks in _READERS if (candidate := looks(folder)) is not None), None)
     if description is None:

@@ -121,7 +121,7 @@ def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
         copies=lambda kind, name: names.copies(state.copies(kind, names.stored_name(name))),
         dtypes_of=lambda name: state.dtypes_of(names.stored_name(name)),
         derivation=lambda kind, name: _rename_derivation(state.derivation(kind, names.stored_name(name)), names),
-        lost=lambda kind, name: state.lost(kind, names.stored_name(name)),
+        lost_intervals=lambda kind, name: state.lost_intervals(kind, names.stored_name(name)),
         is_distributed=lambda name: state.is_distributed(names.stored_name(name)),
         order_sources=state.order_sources,
         lost_elements=lambda: {names.of(name): count for name, count in state.lost_elements().items()},

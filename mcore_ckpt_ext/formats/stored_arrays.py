@@ -34,7 +34,7 @@ class StoredArrays(StoredOnce):
         chunks = self._chunks.get(region.name)
         if chunks is None:
             chunks = self._chunks[region.name] = _Chunks(self._arrays[region.name].chunks)
-        return [_slice(region.name, chunk) for chunk in chunks.touching(region)]
+        return [_slice(region.name, chunk) for chunk in chunks.chunks_of(region)]
 
 
 class _Chunks:
@@ -46,7 +46,7 @@ class _Chunks:
         self._begins = [chunk.offsets[:1] for chunk in self._sorted]
         self._longest = max((chunk.sizes[0] for chunk in chunks if chunk.sizes), default=0)
 
-    def touching(self, region: Region) -> Sequence[StoredChunk]:
+    def chunks_of(self, region: Region) -> Sequence[StoredChunk]:
         if same := self._by_place.get((region.offsets, region.sizes)):
             return [same]
         if not region.sizes:

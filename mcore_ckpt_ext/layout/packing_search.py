@@ -87,7 +87,7 @@ class _Search:
             if start % self._group.alignment:
                 position += 1
                 continue
-            spot, position = self._fitting(key, borders, position, data_parallel_borders)
+            spot, position = self._best_match(key, borders, position, data_parallel_borders)
             if not spot.fitting:
                 raise PackingError(
                     "the search by content found no parameter whose weights match the masters at a place",
@@ -104,7 +104,11 @@ class _Search:
                 start = align(start, self._group.alignment)
                 continue
             sample = self._reader.master(self._group, key, start, min(numel - start, SAMPLE))
-            fitting = {length: self._matching(sample, length) for length in self._by_numel if length <= numel - start}
+            fitting = {
+                length: self._parameters_matching(sample, length)
+                for length in self._by_numel
+                if length <= numel - start
+            }
             lengths = [length for length, names in fitting.items() if names]
             if len(lengths) != 1:
                 raise PackingError(
@@ -115,7 +119,7 @@ class _Search:
             yield _Spot(key, start, fitting[lengths[0]])
             start += lengths[0]
 
-    def _fitting(
+    def _best_match(
         self, key: BucketKey, borders: Sequence[int], position: int, data_parallel_borders: frozenset[int]
     ) -> tuple[_Spot, int]:
         """Return the parameters that match at one border, and the number of the border at their end.
@@ -127,12 +131,14 @@ class _Search:
             fitting = {}
             numel = borders[after] - start
             if numel in self._by_numel:
-                fitting = self._matching(self._reader.master(self._group, key, start, min(numel, SAMPLE)), numel)
+                fitting = self._parameters_matching(
+                    self._reader.master(self._group, key, start, min(numel, SAMPLE)), numel
+                )
             if fitting or borders[after] not in data_parallel_borders:
                 return _Spot(key, start, fitting), after
         return _Spot(key, start, {}), len(borders)
 
-    def _matching(self, masters: torch.Tensor, numel: int) -> dict[str, tuple[Region, ...]]:
+    def _parameters_matching(self, masters: torch.Tensor, numel: int) -> dict[str, tuple[Region, ...]]:
         """Return the parameters of `numel` elements whose first weights are these masters when rounded."""
         return {
             name: regions

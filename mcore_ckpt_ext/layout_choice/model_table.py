@@ -128,7 +128,7 @@ class _Totals:
     after: Numbers
     copied: Numbers
 
-    def holding(self, spans: Iterable[range], *, is_first: bool, is_last: bool, copies: int) -> Holding:
+    def totals_of_stage(self, spans: Iterable[range], *, is_first: bool, is_last: bool, copies: int) -> Holding:
         """Return the totals of a stage with these layers, which may be the first or the last stage."""
         totals = np.zeros_like(self.before)
         for span in spans:
@@ -225,9 +225,13 @@ class ModelTable:
             is_first = rank == 0
             is_last = rank == len(ranges) - 1
             copies = self.copies if is_last and not is_first else 0
-            held = StageHolding(dense.holding(spans, is_first=is_first, is_last=is_last, copies=copies), Holding())
+            held = StageHolding(
+                dense.totals_of_stage(spans, is_first=is_first, is_last=is_last, copies=copies), Holding()
+            )
             if experts is not None:
-                held = replace(held, experts=experts.holding(spans, is_first=is_first, is_last=is_last, copies=0))
+                held = replace(
+                    held, experts=experts.totals_of_stage(spans, is_first=is_first, is_last=is_last, copies=0)
+                )
             holdings.append(held)
         return holdings
 

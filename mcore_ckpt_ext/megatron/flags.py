@@ -101,7 +101,7 @@ def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Argu
     @wraps(original)
     def validate_args(args: Arguments, *positional: object, **keywords: object) -> Arguments:
         check_settings()
-        if LAYOUT.chosen(args) != OF_FLAGS:
+        if LAYOUT.choose(args) != OF_FLAGS:
             import_module("mcore_ckpt_ext.megatron.elastic.layout").apply_layout(args)
         result = original(args, *positional, **keywords)
         check_arguments(args)

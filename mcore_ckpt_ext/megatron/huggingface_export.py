@@ -41,7 +41,7 @@ def check_export(arguments: Any) -> None:
     Raises:
         UsageError: the job saves no checkpoints that can be exported.
     """
-    every = EXPORT_HF.chosen(arguments)
+    every = EXPORT_HF.choose(arguments)
     if not every:
         return
     save = getattr(arguments, "save", None)
@@ -73,7 +73,7 @@ def export_command(save: Save, arguments: Any) -> list[str] | None:
         save: a committed save.
         arguments: Megatron's arguments.
     """
-    every = EXPORT_HF.chosen(arguments)
+    every = EXPORT_HF.choose(arguments)
     if every <= 0 or save.iteration % every or save.tracker_text == RELEASE:
         return None
     words = [sys.executable, "-m", "mcore_ckpt_ext", "convert", str(save.folder), str(destination(save))]

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.collectives import agree, is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError, quantity, with_indefinite_article
-from mcore_ckpt_ext.families.config_keys import accepting
+from mcore_ckpt_ext.families.config_keys import accept_keys
 from mcore_ckpt_ext.families.forward_pass import notes_on
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -54,7 +54,7 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
         if checkpoint.family.origin:
             registered.add(f", {with_indefinite_article(checkpoint.family.described)}")
         if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
-            with accepting(ACCEPT_KEYS.chosen(arguments)):
+            with accept_keys(ACCEPT_KEYS.choose(arguments)):
                 checkpoint = checkpoint.without_mtp()
             left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
         check_vocabulary(checkpoint, chunks)

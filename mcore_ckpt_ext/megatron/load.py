@@ -231,10 +231,10 @@ class _LoadCall:
         Args:
             is_moved: the layout changed, so that this package reads unless the user chose stock Megatron.
         """
-        choice = LOAD.chosen(self._arguments)
+        choice = LOAD.choose(self._arguments)
         if choice != FAST and not (choice == AUTO and is_moved):
             return self._call()
-        with reading_fast(self._resume.session, read_once=READ_ONCE.chosen(self._arguments)) as lines:
+        with reading_fast(self._resume.session, read_once=READ_ONCE.choose(self._arguments)) as lines:
             result = self._call()
         if choice == FAST:
             self._read_lines.extend(lines)
@@ -322,7 +322,7 @@ def _options(arguments: Any) -> ResumeOptions:
     return ResumeOptions(
         verify_all=VERIFY_ALL.value,
         accept_lost=ACCEPT_LOST.value,
-        read_once=READ_ONCE.chosen(arguments),
+        read_once=READ_ONCE.choose(arguments),
         own_bounds=takes_own_bounds(vars(arguments), megatron_version()),
     )
 

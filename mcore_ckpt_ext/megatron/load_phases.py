@@ -75,7 +75,7 @@ class MegatronResume(Resume):
 
 
 def _probe(resume: MegatronResume) -> LoadProbe:
-    is_fast = LOAD.chosen(resume.arguments) == FAST
+    is_fast = LOAD.choose(resume.arguments) == FAST
     return probe_checkpoint(resume.arguments, resume.load_arg, resume.directory, shares_index=is_fast)
 
 
@@ -90,7 +90,7 @@ def _take_probe(resume: MegatronResume, performer: Any, probes: Sequence[LoadPro
 
 def _check_complete(resume: MegatronResume) -> None:
     """Refuse an incomplete checkpoint if another one is complete and the user did not allow to take it."""
-    if not FALLBACK.chosen(resume.arguments):
+    if not FALLBACK.choose(resume.arguments):
         check_complete(resume.probe.health, str(resume.directory))
 
 

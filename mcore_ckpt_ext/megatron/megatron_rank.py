@@ -56,7 +56,7 @@ class MegatronRank(LiveRank):
 
     def observations(self, resume: MegatronResume) -> tuple[tuple[bool, ...], dict[str, str]]:
         """Return what must be the same on all ranks: visible tracker files, and this package's settings."""
-        settings = {setting.name: str(setting.chosen(resume.arguments)) for setting in SETTINGS}
+        settings = {setting.name: str(setting.choose(resume.arguments)) for setting in SETTINGS}
         return trackers_seen(resume.arguments, resume.load_arg), settings
 
     def compare_observations(
@@ -113,7 +113,7 @@ class MegatronRank(LiveRank):
             "no_load_rng": self.starts_random_states or arguments.no_load_rng,
             **strictness(arguments),
         }
-        is_read_by_others = is_presented or LOAD.chosen(arguments) == STOCK
+        is_read_by_others = is_presented or LOAD.choose(arguments) == STOCK
         with (
             overridden(vars(arguments), **less),
             present(self._scope, resume.session, self._chunks) if is_presented else nullcontext(),

@@ -75,7 +75,7 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     if session is not None and session.index.shared is not None and health is None:
         check_digests(session.folder)  # `_health_of` includes this comparison
     if health is not None and health.problems and health.newest_complete is not None:
-        session = _session_of(directory, health.newest_complete, arguments) if FALLBACK.chosen(arguments) else None
+        session = _session_of(directory, health.newest_complete, arguments) if FALLBACK.choose(arguments) else None
     keeps = session is not None and (shares_index or _read(session, lambda load: _is_moved(load, arguments), False))
     rows = _read(session, lambda load: stored_vocabulary_rows(load.checkpoint, arguments), None)
     missing = _read(session, missing_progress, tuple[str, ...]())
@@ -202,7 +202,7 @@ def _health_of(arguments: Any, directory: str, session: LoadSession | None) -> I
         return None
     index = None if session is None else session.index
     # Without another iteration to take, each rank checks its share of the bytes (`verify_checksums`).
-    full = VERIFY_ALL.value and FALLBACK.chosen(arguments)
+    full = VERIFY_ALL.value and FALLBACK.choose(arguments)
     return iteration_health_of(Path(str(directory)), arguments.ckpt_step or None, index, full=full)
 
 

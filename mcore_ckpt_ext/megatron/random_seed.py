@@ -70,7 +70,7 @@ def seed_again(arguments: Any, iteration: int) -> bool:
         False if the user wants none loaded, or those of stock, or if the loop did not seed them by Megatron's function.
     """
     repeat = PROCESS.one(Seeding).repeat
-    if repeat is None or arguments.no_load_rng or RANDOM_STATES.chosen(arguments) == STOCK:
+    if repeat is None or arguments.no_load_rng or RANDOM_STATES.choose(arguments) == STOCK:
         return False
     repeat(seed_at(arguments.seed, iteration))
     return True

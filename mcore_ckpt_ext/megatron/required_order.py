@@ -21,7 +21,7 @@ def check_required_order(order: DataOrder, arguments: Any, folder: Path) -> None
     Raises:
         ModelMismatchError: the user requires the same order.
     """
-    if order.goes_on or DATA_ORDER.chosen(arguments) != REQUIRED:
+    if order.goes_on or DATA_ORDER.choose(arguments) != REQUIRED:
         return
     source = DATA_ORDER.name if arguments is None else DATA_ORDER.flag
     raise ModelMismatchError(

@@ -153,7 +153,7 @@ def _warn(line: str) -> None:
 
 def _goes_on() -> bool:
     """Return True if training continues when a save fails, by argument or environment; stock stops."""
-    return ON_SAVE_FAILURE.chosen(sys.modules["megatron.training"].get_args()) == CONTINUE
+    return ON_SAVE_FAILURE.choose(sys.modules["megatron.training"].get_args()) == CONTINUE
 
 
 def _is_served(scope: Scope, call: Mapping[str, Any]) -> bool:
@@ -181,5 +181,5 @@ def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
         tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
         tracker_text="release" if release else str(iteration),
         asynchronous=asynchronous,
-        sidecar=packing_recorder().begun(chunks, optimizer, vars(arguments), iteration, in_background=asynchronous),
+        sidecar=packing_recorder().begin(chunks, optimizer, vars(arguments), iteration, in_background=asynchronous),
     )

@@ -48,7 +48,7 @@ def missing_progress(session: LoadSession) -> tuple[str, ...]:
     stored = format_of(session.folder, session.index)
     if stored is None or not (stored.reader_class.is_loaded_as_stored or stored.name in (LEGACY, ZARR)):
         return ()
-    missing = tuple(_missing(session.checkpoint.job.common()))
+    missing = tuple(_missing_keys(session.checkpoint.job.common()))
     if session.folder.name == RELEASE:
         return tuple(name for name in missing if name == _VERSION)
     # A save without the optimizer is without the schedule, too: that it has no optimizer is the reason to name.
@@ -57,7 +57,7 @@ def missing_progress(session: LoadSession) -> tuple[str, ...]:
     return missing
 
 
-def _missing(common: Mapping[str, Any]) -> Iterator[str]:
+def _missing_keys(common: Mapping[str, Any]) -> Iterator[str]:
     if _ITERATION not in common and "total_iters" not in common:
         yield _ITERATION
     if _VERSION not in common:

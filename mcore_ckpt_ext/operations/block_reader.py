@@ -131,7 +131,7 @@ class BlockReader:
         """Read the rows or columns that hold a part of a matrix, and arrange its elements as in the record."""
         if placed.order is None:
             return
-        reading = placed.order.reading(placed.wanted.slice)
+        reading = placed.order.regions_to_read(placed.wanted.slice)
         matrix = Slice.whole(reading.regions)
         shift = placed.order.shift
         elements = torch.empty(matrix.numel, dtype=torch.float32 if shift else room.dtype)

@@ -181,7 +181,9 @@ class ContentCheck:
             report.compared += prod(shapes[FP32_PARAM])
             report.wrong += wrong[FP32_PARAM]
         if any(wrong.values()):
-            lost = sum(last - first for kind in wrong for first, last in optimizer.lost(kind, name)) // len(wrong)
+            lost = sum(last - first for kind in wrong for first, last in optimizer.lost_intervals(kind, name)) // len(
+                wrong
+            )
             counts = ", ".join(f"{count:,} of {kind}" for kind, count in wrong.items())
             message = (
                 f"Megatron 0.15 to 0.19 wrote it shifted; elements that are not its own: {counts}; of each "
@@ -200,7 +202,7 @@ class ContentCheck:
         true_bits = bits_of(read_slice(self._sources[kind], self._transfer, kind, target, accept_lost=True))
         different = slot != true_bits
         (region,) = target.regions
-        for first, last in optimizer.lost(kind, region.name):
+        for first, last in optimizer.lost_intervals(kind, region.name):
             different[max(0, first - target.start) : max(0, last - target.start)] = True
         return int(different.sum())
 

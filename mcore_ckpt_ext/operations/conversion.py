@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, run_on_all, total
 from mcore_ckpt_ext.errors import DestinationError, ProofError, quantity, reraise_as_unreadable
-from mcore_ckpt_ext.families.config_keys import accepting
+from mcore_ckpt_ext.families.config_keys import accept_keys
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
@@ -252,7 +252,7 @@ def _lay_out(source: Path, target: Target, options: ConversionOptions) -> _Conve
     """
     family = _family_named(options.family) if options.family else None
     states = state_before(source)
-    with accepting(options.accept_keys):
+    with accept_keys(options.accept_keys):
         checkpoint = open_source(source, target, family, options.facts, options.weights, options.merge)
     views = checkpoint.composition.merged_from or [checkpoint]
     folders = [view.files.folder for view in views]

@@ -59,7 +59,7 @@ class Destination:
         self._check_iterations(path)
         entries = dict(_entries(path))
         try:
-            pattern = re.compile("|".join(_known(path)))
+            pattern = re.compile("|".join(_expected_files(path)))
         except ContentError as error:
             raise self._refusal("the destination is not a checkpoint, so it is not replaced", str(error)) from error
         if pattern.pattern == "":
@@ -148,7 +148,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
             yield (name if below == "." else f"{below}/{name}"), stat.S_ISREG(status.st_mode)
 
 
-def _known(folder: Path) -> list[str]:
+def _expected_files(folder: Path) -> list[str]:
     """Return patterns of the files that belong to the checkpoint in a folder; empty without a checkpoint.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_ckpt_ext.continuity.data_order import data_description
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value, quantity
-from mcore_ckpt_ext.families.forward_pass import differing
+from mcore_ckpt_ext.families.forward_pass import differing_arguments
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
@@ -74,7 +74,7 @@ def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataComparison
     """Yield model arguments that differ, so that equal tensors compute different results."""
     with suppress(UnsupportedCheckpointError):  # a checkpoint need not describe its model completely
         models = complete(a.job.arguments()), complete(b.job.arguments())
-        for name, values in differing(*models).items():
+        for name, values in differing_arguments(*models).items():
             yield MetadataComparison(name, *map(format_value, values))
 
 

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.operations.coverage import check_arrays, check_groups, check_state
 from mcore_ckpt_ext.operations.findings import COMPLETE, COVERED, DIGESTS, MASTERS, Check, Results, error, warning
 from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
-from mcore_ckpt_ext.optimizers.digests import differing
+from mcore_ckpt_ext.optimizers.digests import find_differences
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 
@@ -99,7 +99,7 @@ class StateCheck:
         wrong = any(finding.severity == "error" for finding in findings[before:])
         recovered = not wrong and all(check.done for check in checks[looked_at:])
         if recovered and optimizer.digests:
-            problems = differing(optimizer)
+            problems = find_differences(optimizer)
             findings.extend(error(DIGESTS, sidecar, problem) for problem in problems)
             checks.append(Check(DIGESTS, f"state of {quantity(len(optimizer.names()), 'parameter')} as it was saved"))
             return recovered and not problems

@@ -25,7 +25,9 @@ _ENOUGH = 1 << 20
 PlacedParameter = tuple[OptimizerGroup, BucketKey, Placement]
 
 
-def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
+def find_differences(
+    buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)
+) -> list[str]:
     """Describe where stored state differs from the saved state; empty if nothing was recorded.
 
     Args:
@@ -97,7 +99,7 @@ def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1))
     Raises:
         ProofError: the remainders of some parameter differ.
     """
-    problems = differing(buffers, (PARAM_REMAINDER,), share)
+    problems = find_differences(buffers, (PARAM_REMAINDER,), share)
     if problems:
         raise ProofError(
             "remainders of masters have changed since they were saved",

@@ -80,7 +80,7 @@ class FlatArray:
     dtype: str
     pieces: Sequence[FlatPiece]
 
-    def touching(self, low: int, high: int) -> Sequence[FlatPiece]:
+    def pieces_overlapping(self, low: int, high: int) -> Sequence[FlatPiece]:
         """Return the pieces that overlap the elements `[low, high)`, in their order."""
         if self._is_ascending:
             return self.pieces[bisect_right(self.stops, low) : bisect_left(self.starts, high)]
@@ -88,7 +88,7 @@ class FlatArray:
 
     def around(self, low: int, high: int) -> FlatArray:
         """Return the array with only the pieces that overlap the elements `[low, high)`."""
-        return replace(self, pieces=tuple(self.touching(low, high)))
+        return replace(self, pieces=tuple(self.pieces_overlapping(low, high)))
 
     @cached_property
     def starts(self) -> Sequence[int]:
@@ -145,7 +145,7 @@ def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
     parts = []
     begin = placement.start
     end = placement.stop
-    for piece in array.touching(begin, end):
+    for piece in array.pieces_overlapping(begin, end):
         low = max(begin, piece.start)
         high = min(end, piece.stop)
         if low < high:  # an empty piece overlaps, but contains nothing

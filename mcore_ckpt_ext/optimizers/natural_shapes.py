@@ -39,12 +39,12 @@ def natural_shape(key: str, stored: Shape, weight_shape: Callable[[str], Shape |
     stacked = stacked_axes(key)
     shape = weight_shape(name_at(key, (0,) * stacked))
     if shape is None:
-        raise _lacking(key, f"an array of shape {stored}, and no weight", _WITH_WEIGHTS)
+        raise _missing_shapes(key, f"an array of shape {stored}, and no weight", _WITH_WEIGHTS)
     if len(stored) == stacked + len(shape):
         return None
     natural = _natural(stored, stacked, shape)
     if natural is None or weight_shape(name_at(key, [size - 1 for size in natural[:stacked]])) != shape:
-        raise _lacking(key, f"an array of shape {stored}, which fits no sharding of the weight's shape {shape}")
+        raise _missing_shapes(key, f"an array of shape {stored}, which fits no sharding of the weight's shape {shape}")
     return natural
 
 
@@ -80,7 +80,7 @@ def _natural(stored: Shape, stacked: int, shape: Shape) -> Shape | None:
     return (*stacks, *shape)
 
 
-def _lacking(key: str, description: str, instead: str = "") -> UnsupportedCheckpointError:
+def _missing_shapes(key: str, description: str, instead: str = "") -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the index lacks the natural shapes of the optimizer state, which torch 2.9 to 2.11 do not write for "
         "Megatron before 0.15",

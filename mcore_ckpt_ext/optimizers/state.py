@@ -72,6 +72,6 @@ class OptimizerState(StoredOnce, ABC):
         """
         return self.stored_slices(kind, name)
 
-    def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
+    def lost_intervals(self, kind: str, name: str) -> list[tuple[int, int]]:
         """Return missing elements `[first, last)` of a tensor's flattening."""
         return []

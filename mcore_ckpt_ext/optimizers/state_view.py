@@ -46,7 +46,7 @@ class StateView(OptimizerState):
     copies: OfTensor[Copies]
     dtypes_of: OfParameter[Mapping[str, str]]
     derivation: OfTensor[Derivation | None]
-    lost: OfTensor[list[tuple[int, int]]]
+    lost_intervals: OfTensor[list[tuple[int, int]]]
     is_distributed: OfParameter[bool]
     order_sources: Callable[[], list[str]]
     lost_elements: Callable[[], dict[str, int]]
@@ -100,7 +100,7 @@ def join_states(states: Sequence[OptimizerState]) -> OptimizerState:
         copies=lambda kind, name: of(name).copies(kind, name),
         dtypes_of=lambda name: of(name).dtypes_of(name),
         derivation=lambda kind, name: of(name).derivation(kind, name),
-        lost=lambda kind, name: of(name).lost(kind, name),
+        lost_intervals=lambda kind, name: of(name).lost_intervals(kind, name),
         is_distributed=lambda name: of(name).is_distributed(name),
         order_sources=lambda: sorted({order_source for state in states for order_source in state.order_sources()}),
         lost_elements=lambda: {name: count for state in states for name, count in state.lost_elements().items()},

@@ -31,7 +31,7 @@ class MatrixOrder:
     interleaved: int
     shift: float = 0.0
 
-    def reading(self, part: Slice) -> ReorderedRead:
+    def regions_to_read(self, part: Slice) -> ReorderedRead:
         """Return the regions to read for a part of the record."""
         height = self.rows // self.interleaved
         turns = self.interleaved

@@ -135,7 +135,7 @@ class SimulatedJob:
         """The same ranks without frozen parameters, which gradient buffers do not contain."""
         return self.models.without(self.frozen)
 
-    def held(self, pipeline: int) -> list[Held]:
+    def parts_of_stage(self, pipeline: int) -> list[Held]:
         """Return the parts on the ranks of one pipeline stage, each part once."""
         if pipeline not in self._held:
             self._held[pipeline] = [

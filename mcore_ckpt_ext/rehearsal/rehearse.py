@@ -105,7 +105,7 @@ class _Rehearsing:
             return replace(self._plain, refusal=str(refused.error), is_verbatim=is_verbatim)
 
     def _rehearse(self) -> Rehearsal:
-        load = self._found()
+        load = self._find()
         options = self._plain.options
         gpus = self._plain.gpus
         communicator = SimulatedCommunicator(gpus, beyond_rehearsal=(UnsupportedCheckpointError, UsageError))
@@ -144,7 +144,7 @@ class _Rehearsing:
         ranks.perform(RESUMING, load)
         return self._success(load, ranks, written)
 
-    def _found(self) -> MegatronResume:
+    def _find(self) -> MegatronResume:
         """Look for the checkpoint as the first rank of a job does.
 
         Raises:
@@ -209,10 +209,10 @@ class _Rehearsing:
             order_sources=_extra_parameter_orders(checkpoint),
             data=load.data,
             differences=differences_of_jobs(written, ranks.job.arguments, self._version),
-            given=tuple(self._given(checkpoint, ranks.job, written)),
+            given=tuple(self._assumptions(checkpoint, ranks.job, written)),
         )
 
-    def _given(self, checkpoint: CheckpointView, simulated: SimulatedJob, written: JobArguments) -> Iterator[str]:
+    def _assumptions(self, checkpoint: CheckpointView, simulated: SimulatedJob, written: JobArguments) -> Iterator[str]:
         running = simulated.arguments
         if self._plain.loaded_by is None:
             yield "who loads the optimizer, stock Megatron or this package, is decided by the job: it is not simulated"

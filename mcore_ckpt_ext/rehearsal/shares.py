@@ -155,7 +155,7 @@ class Shares:
 
     def _stages(self) -> Iterator[tuple[int, list[Held]]]:
         for pipeline in range(self._job.layout.pipeline):
-            yield pipeline, self._job.held(pipeline)
+            yield pipeline, self._job.parts_of_stage(pipeline)
 
     def _own(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return this process's part of some work."""
@@ -212,7 +212,7 @@ class Shares:
         places = sorted(set().union(*self._team.gather(list(wrong))))
         if not places:
             return
-        faulty = [self._job.held(pipeline)[number] for pipeline, number in places]
+        faulty = [self._job.parts_of_stage(pipeline)[number] for pipeline, number in places]
         by_place: dict[ModelRank, list[SimulatedShard]] = {}
         for part in faulty:
             for place in part.places:

@@ -58,15 +58,15 @@ def _dense(machine: Machine) -> Iterator[Job]:
     others = [layout for layout in possible if layout != source][:_MOST_LAYOUTS]
     if interleaved := _interleaved_layout(machine):
         others.append(interleaved)
-    save = _saving(machine, "gpt", source, ("--async-save",), check="save, asynchronously")
+    save = _saving_job(machine, "gpt", source, ("--async-save",), check="save, asynchronously")
     yield save
     for layout in others:
-        yield _resuming(machine, save, layout, expects=_RESUMED)
+        yield _resuming_job(machine, save, layout, expects=_RESUMED)
     fast = ("--ckpt-ext-load", "fast")
-    yield _resuming(machine, save, source, *fast, check="resume, fast load", expects=_FAST)
+    yield _resuming_job(machine, save, source, *fast, check="resume, fast load", expects=_FAST)
     once = ("--ckpt-ext-read-once",)
     layout = max(others, key=lambda layout: layout.data, default=source)
-    yield _resuming(
+    yield _resuming_job(
         machine,
         save,
         layout,
@@ -80,7 +80,7 @@ def _dense(machine: Machine) -> Iterator[Job]:
 def job_of_eight_ranks(machine: Machine) -> Job:
     """Return the job that saved the checkpoint of this package."""
     layout = layout_of(8, 2, 2)
-    job = _saving(_drop_engine(machine), "tiny gpt", layout, (), check="save")
+    job = _saving_job(_drop_engine(machine), "tiny gpt", layout, (), check="save")
     return replace(job, name=EIGHT_RANKS)
 
 
@@ -98,7 +98,7 @@ def _jobs_of_eight_ranks(machine: Machine) -> Iterator[Job]:
         if samples % layout.data == 0
         else f"{quantity(samples, 'sample')} cannot be divided among {quantity(layout.data, 'rank')}"
     )
-    yield _resuming(
+    yield _resuming_job(
         _drop_engine(machine), save, layout, check="resume, saved by 8 ranks", expects=_RESUMED, skipped=skipped
     )
 
@@ -107,24 +107,24 @@ def _portable(machine: Machine) -> Iterator[Job]:
     possible = layouts(machine.ranks, machine.layers)
     source = _source(possible)
     flags = ("--dist-ckpt-optim-fully-reshardable",)
-    save = _saving(machine, "gpt", source, flags, portable=True, check="save")
+    save = _saving_job(machine, "gpt", source, flags, portable=True, check="save")
     yield save
-    yield _resuming(machine, save, max(possible, key=lambda layout: (layout != source, layout.tensor)), *flags)
+    yield _resuming_job(machine, save, max(possible, key=lambda layout: (layout != source, layout.tensor)), *flags)
 
 
 def _experts(machine: Machine) -> Iterator[Job]:
     ranks = machine.ranks
     expert = min(EXPERTS, machine.ranks)
     source = layout_of(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
-    save = _saving(machine, "experts", source, (), check="save")
+    save = _saving_job(machine, "experts", source, (), check="save")
     yield save
     sizes = ((1, 2, 1), (2, 1, 1), (2, 2, 2), (1, 1, 1))
     possible = [layout_of(ranks, *of_layout, expert_tensor=1) for of_layout in sizes]
     for layout in dict.fromkeys(possible):
         if layout != source and ranks % (layout.tensor * layout.pipeline * layout.expert) == 0:
-            yield _resuming(machine, save, layout, expects=_RESUMED)
+            yield _resuming_job(machine, save, layout, expects=_RESUMED)
     if ranks == 1:
-        yield _resuming(machine, save, source)
+        yield _resuming_job(machine, save, source)
 
 
 def _engine(machine: Machine) -> Iterator[Job]:
@@ -143,16 +143,16 @@ def _jobs_in_fp8(
     form = "e4m3" if recipe == "blockwise" else "hybrid"
     flags = ("--fp8-format", form, "--fp8-recipe", recipe)
     skipped = machine.no_engine or why_not
-    save = _saving(machine, model, source, flags, check="save", skipped=skipped)
+    save = _saving_job(machine, model, source, flags, check="save", skipped=skipped)
     # Otherwise Transformer Engine refuses its own pickled states (2.20: transformer_engine/pytorch/_extra_state.py).
     save = replace(save, environment={"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"})
     yield save
     target = max(possible, key=lambda layout: (layout != source, layout.data))
     expects = _RESUMED if target != source else ""
-    yield _resuming(machine, save, target, *flags, expects=expects, skipped=skipped)
+    yield _resuming_job(machine, save, target, *flags, expects=expects, skipped=skipped)
 
 
-def _saving(
+def _saving_job(
     machine: Machine,
     model: str,
     layout: ParallelLayout,
@@ -174,7 +174,7 @@ def _saving(
     )
 
 
-def _resuming(
+def _resuming_job(
     machine: Machine,
     save: Job,
     layout: ParallelLayout,

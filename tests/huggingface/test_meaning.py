@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_keys
+from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accept_keys, neutral_keys
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import arguments_without_flag, training_flags
@@ -308,10 +308,10 @@ ACCEPTED_KEYS = {"DeepSeek-V2": ["topk_method"]}
 def test_published_configurations_are_read_and_come_back(name: str) -> None:
     config = PUBLISHED[name]
     family = family_named(config["model_type"])
-    with accepting(ACCEPTED_KEYS.get(name, [])):
+    with accept_keys(ACCEPTED_KEYS.get(name, [])):
         arguments = family.arguments(config)
         assert family.mismatches(arguments) == []
-        back = {**family.kept(config), **family.config(arguments)}
+        back = {**family.copied_keys(config), **family.config(arguments)}
         assert family.arguments(back) == arguments
     of_the_file = {key: config[key] for key in OF_THE_FILE if key in config}
     differing = {key for key in config if key not in of_the_file and back.get(key) != config[key]}
@@ -610,7 +610,7 @@ def test_keys_that_the_class_does_not_read(changed: dict[str, Any], message: str
         UnsupportedCheckpointError, match=f"query_multiplier: 3 .{message}.*--accept-key query_multiplier"
     ):
         family_of("llama").arguments({**config, **changed})
-    with accepting(["query_multiplier"]):
+    with accept_keys(["query_multiplier"]):
         family_of("llama").arguments({**config, **changed})
 
 
@@ -628,7 +628,7 @@ def test_groups_of_experts_that_megatron_ranks_otherwise_need_to_be_accepted() -
     with pytest.raises(UnsupportedCheckpointError, match="the sum of its best 2.*--accept-key topk_method"):
         family.arguments(config)
     assert family.arguments({**config, "topk_method": "greedy"}).moe_router_num_groups is None
-    with accepting(["topk_method"]):
+    with accept_keys(["topk_method"]):
         arguments = family.arguments(config)
         assert family.mismatches(arguments) == []
         assert any("may choose other experts" in note for note in family.notices(arguments))

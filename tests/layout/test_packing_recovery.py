@@ -63,7 +63,7 @@ def test_shifted_masters_are_repaired_and_lost_ones_named(corrupted_fixture: Fix
     assert set(state.shifted) == wrong_masters(corrupted_fixture)
     for key, expected in corrupted_fixture.truth.items():
         kind, _, name = key.partition(".")
-        lost = state.lost(kind, name) if kind != "weight" else []
+        lost = state.lost_intervals(kind, name) if kind != "weight" else []
         if not lost:
             assert torch.equal(checkpoint.tensor(kind, name).read(), expected), key
             continue
@@ -82,7 +82,7 @@ def test_the_lost_elements_are_those_of_an_independent_simulation() -> None:
     simulated = fixture.job["corruption"]
     assert state.shifted == simulated["affected_tensors"]
     for name, counts in simulated["per_param"].items():
-        assert state.lost("exp_avg", name) == [tuple(interval) for interval in counts["lost_ranges"]]
+        assert state.lost_intervals("exp_avg", name) == [tuple(interval) for interval in counts["lost_ranges"]]
 
 
 def test_discovery_by_content_finds_every_layout(flat_fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_a_parameter_of_none_of_them_has_no_state() -> None:
     assert (
         both.stored_slices("exp_avg", names[2])
         == both.copies("exp_avg", names[2])
-        == both.lost("exp_avg", names[2])
+        == both.lost_intervals("exp_avg", names[2])
         == []
     )
     assert both.derivation("exp_avg", names[2]) is None

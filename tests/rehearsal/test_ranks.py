@@ -39,7 +39,7 @@ def test_every_rank_holds_what_the_genuine_one_held(name: str) -> None:
     ranks = DataParallelRanks(job, checkpoint, version)
     by_place: dict[ModelRank, list[SimulatedShard]] = {}
     for stage in range(job.layout.pipeline):
-        for held in job.held(stage):
+        for held in job.parts_of_stage(stage):
             for place in held.places:
                 by_place.setdefault(place, []).append(held.shard)
     for genuine in fixture.job["ranks"]:

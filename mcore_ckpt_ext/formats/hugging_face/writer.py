@@ -15,7 +15,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, quantity, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
-from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, names_matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored_arguments
 from mcore_ckpt_ext.families.forward_pass import notes_on, unknown
 from mcore_ckpt_ext.families.passed_arguments import replaced_values, with_passed
@@ -112,7 +112,7 @@ class HuggingFaceTarget:
                 f"config.json of {with_indefinite_article(self.fit.family.name)} cannot describe the job's model",
                 found="; ".join(lost), where=self._where, hint="pass another family: --family NAME",
             )  # fmt: skip
-        self.left_out = matching(names, self.fit.family.megatron_left_out)
+        self.left_out = names_matching(names, self.fit.family.megatron_left_out)
         exports_masters = options.kind == FP32_PARAM and checkpoint.optimizer.format() is not None
         self._masters = set(checkpoint.names(FP32_PARAM)) if exports_masters else set()
         if options.kind == FP32_PARAM and not self._masters:
@@ -148,7 +148,7 @@ class HuggingFaceTarget:
     def output(self) -> Output:
         """Plan all files, and the location of each tensor."""
         repeated = self.fit.family.copies(self.fit.arguments)
-        tensors = list(chain.from_iterable(self._written(tensor) for tensor in (*self._tensors, *repeated)))
+        tensors = list(chain.from_iterable(self._tensors_to_write(tensor) for tensor in (*self._tensors, *repeated)))
         shards = list(shards_of(tensors, self._options.max_shard_size))
         stem, suffix = ("pytorch_model", "bin") if self._options.pickled else ("model", "safetensors")
         files: list[OutputFile] = []
@@ -228,7 +228,7 @@ class HuggingFaceTarget:
         if stored.get("model_type") == family.model_type:
             if (updated := family.updated_config(stored, self.fit.arguments)) is not None:
                 return updated, [], True
-            kept = family.kept(stored)
+            kept = family.copied_keys(stored)
         else:  # the tokenizer may come from a model of another family, then only its token keys apply
             kept = {key: stored[key] for key in TOKENS if key in stored}
         config = {**kept, **family.config(self.fit.arguments)}
@@ -289,7 +289,7 @@ class HuggingFaceTarget:
             )
             yield f"config.json has no {' and '.join(missing)}: {advice}, or edit config.json"
 
-    def _written(self, tensor: HuggingFaceTensor) -> Iterator[WrittenTensor]:
+    def _tensors_to_write(self, tensor: HuggingFaceTensor) -> Iterator[WrittenTensor]:
         """Yield the tensors to write for a tensor: itself, or its codes and their scales."""
         laid_out = self._laid_out(tensor)
         if not self._options.quantize or not is_linear(tensor) or tensor in self._vision_tensors:

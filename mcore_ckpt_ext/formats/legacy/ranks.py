@@ -289,15 +289,15 @@ def _odd_places(ranks: Sequence[LegacyRank], layout: ParallelLayout) -> list[str
     """
     tensors, stages, experts = (range(size) for size in (layout.tensor, layout.pipeline, layout.expert))
     pairs = {(rank.tensor, rank.pipeline) for rank in ranks}
-    if odd := _differing(pairs, ("tensor", tensors), ("pipeline", stages)):
+    if odd := _describe_places(pairs, ("tensor", tensors), ("pipeline", stages)):
         return odd
     if layout.expert_tensor == layout.tensor:
         whole = {(rank.tensor, rank.pipeline, rank.expert) for rank in ranks}
-        return _differing(whole, ("tensor", tensors), ("pipeline", stages), ("expert", experts))
-    return _differing({(rank.pipeline, rank.expert) for rank in ranks}, ("pipeline", stages), ("expert", experts))
+        return _describe_places(whole, ("tensor", tensors), ("pipeline", stages), ("expert", experts))
+    return _describe_places({(rank.pipeline, rank.expert) for rank in ranks}, ("pipeline", stages), ("expert", experts))
 
 
-def _differing(places: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[str]:
+def _describe_places(places: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[str]:
     """Describe unexpected places, and the first missing ones, since a layout may have very many places."""
     names = [name for name, _ in axes]
 

@@ -19,8 +19,8 @@ from mcore_ckpt_ext.formats.description import (
     ARGUMENTS,
     Description,
     complete,
-    contradicting,
     describe_job,
+    find_contradictions,
     megatron_arguments,
     refuse_facts,
     stored_arguments,
@@ -161,7 +161,7 @@ class DescribedCheckpoint(FormatReader):
         """
         arguments = self._megatron_arguments
         if arguments is not None and arguments.is_complete:
-            return Description(arguments, problems=contradicting(arguments, self.folder))
+            return Description(arguments, problems=find_contradictions(arguments, self.folder))
         description = self._describe()
         external = self._external
         if self._weights_source is not None:

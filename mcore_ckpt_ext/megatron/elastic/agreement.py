@@ -69,7 +69,7 @@ class Agreement:
             if self._store.add(self._key(self.start, "received"), 0) >= len(others):
                 break
             if time.monotonic() > until:
-                raise self._missing("some ranks have not taken the layout")
+                raise self._waited_in_vain("some ranks have not taken the layout")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         return value
@@ -120,10 +120,10 @@ class Agreement:
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
-            raise self._missing("some ranks do not take part in the choice of a layout") from error
+            raise self._waited_in_vain("some ranks do not take part in the choice of a layout") from error
         return answers
 
-    def _missing(self, message: str) -> ResumeRefusedError:
+    def _waited_in_vain(self, message: str) -> ResumeRefusedError:
         return ResumeRefusedError(
             message,
             found=f"rank {self._rank} of {self._ranks} has waited for {self._patience:.0f} s",

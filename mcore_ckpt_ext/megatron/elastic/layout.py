@@ -64,7 +64,7 @@ def apply_layout(arguments: Any) -> None:
         CheckpointError: no layout keeps the training, or no checkpoint is complete; on every rank.
         SystemExit: this rank has waited, and the job has ended.
     """
-    mode = LAYOUT.chosen(arguments)
+    mode = LAYOUT.choose(arguments)
     if mode == OF_FLAGS or "WORLD_SIZE" not in os.environ:
         return
     _watch_end(arguments)
@@ -78,7 +78,7 @@ def apply_layout(arguments: Any) -> None:
     def decide() -> str:
         try:
             with collector_paused():
-                chosen = _chosen(arguments, ranks, may_change_batch=mode == AUTO_BATCH)
+                chosen = _choose(arguments, ranks, may_change_batch=mode == AUTO_BATCH)
         except CheckpointError as error:
             refusals.append(error)
             return json.dumps({"refusal": str(error)})
@@ -131,7 +131,7 @@ def _fits(arguments: Any, ranks: int) -> bool:
     return own_layout(job, ranks, megatron_version())[1] is None
 
 
-def _chosen(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayout:
+def _choose(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayout:
     """Choose, from the newest complete checkpoint if there is one, otherwise from the flags alone."""
     flags = {name: value for name, value in vars(arguments).items() if value is not None}
     flags |= {name: getattr(arguments, name, None) for name in _DECIDED_BY_FLAGS}
@@ -172,7 +172,7 @@ def _newest(arguments: Any) -> FolderIndex | None:
             where=str(run),
             hint="to list what is missing: mcore-ckpt verify PATH",
         )
-    if not FALLBACK.chosen(arguments):
+    if not FALLBACK.choose(arguments):
         check_complete(health, str(run))
     return FolderIndex(run / iteration_name(health.newest_complete))
 

@@ -45,7 +45,7 @@ class Digester:
             if any_keeps_remainders(optimizer):
                 live = live_parameters(chunks)
                 self._names = {number: parameter.regions[0].name for number, parameter in live.items()}
-                places.extend(place for place, _, _ in _held(optimizer, self._names))
+                places.extend(place for place, _, _ in _saved_remainders(optimizer, self._names))
 
         problem = attempt(inspect_here)  # every rank must reach `gather`, and the save must not fail
         of_ranks = gather((places, problem))
@@ -114,7 +114,7 @@ class Digester:
         """Return this rank's part of every digest."""
         numbers = {place: number for number, place in enumerate(self.places)}
         by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for place, values, start in _held(optimizer, self._names):
+        for place, values, start in _saved_remainders(optimizer, self._names):
             if values is not None and values.dtype == torch.int16:
                 by_device.setdefault(values.device, []).append((numbers[place], digest_on_device(values, start)))
         totals = torch.zeros(len(self.places), dtype=torch.int64, device=device)
@@ -163,7 +163,7 @@ class Digests:
         return tuple(RecordedDigests(*group, parameters) for group, parameters in groups.items())
 
 
-def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, torch.Tensor | None, int]]:
+def _saved_remainders(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, torch.Tensor | None, int]]:
     """Yield for each remainder that this rank saves its place, its values if any, and its first element.
 
     Source: `DistributedOptimizer._get_main_param_and_optimizer_states`, megatron/core/optimizer/distrib_optimizer.py,

@@ -63,7 +63,7 @@ def model_tensors(chunks: Chunks, spell: NameFunction = str) -> list[LiveParamet
 
 def live_parameters(chunks: Chunks, spell: NameFunction = str) -> dict[int, LiveParameter]:
     """Return all parameters and buffers of the chunks by `id`, described by their sharded state dicts."""
-    held = _held(chunks)
+    held = _tensor_ids(chunks)
     return {id(entry.data): _describe(entry, spell) for entry in _stored_tensors(chunks) if id(entry.data) in held}
 
 
@@ -81,7 +81,7 @@ def parameters_as_named(chunks: Chunks) -> dict[int, LiveParameter]:
 
 def held_among(stored: Iterable[LiveParameter], chunks: Chunks) -> dict[int, LiveParameter]:
     """Return the live parameters among the results of `model_tensors`, by `id`."""
-    held = _held(chunks)
+    held = _tensor_ids(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
 
 
@@ -91,7 +91,7 @@ def _stored_tensors(chunks: Chunks) -> Iterator[Any]:
     return (entry for entry in entries if getattr(entry, "data", None) is not None)
 
 
-def _held(chunks: Chunks) -> set[int]:
+def _tensor_ids(chunks: Chunks) -> set[int]:
     return {id(tensor) for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
 
 

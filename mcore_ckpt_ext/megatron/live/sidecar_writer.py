@@ -55,11 +55,11 @@ class PackingRecorder:
 
     def text(self, chunks: Callable[[], Chunks], optimizer: Any, arguments: Mapping[str, Any], iteration: int) -> str:
         """Return the text of a sidecar without the save's duration; arguments as for `begun`. Collective."""
-        begun = self.begun(chunks, optimizer, arguments, iteration)
+        begun = self.begin(chunks, optimizer, arguments, iteration)
         begun.share()
         return begun.text(None)
 
-    def begun(
+    def begin(
         self,
         chunks: Callable[[], Chunks],
         optimizer: Any,

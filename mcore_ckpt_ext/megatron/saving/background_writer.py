@@ -40,13 +40,13 @@ class Report:
         return partial(_observe, work, str(self._path))
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def record_errors(self) -> Iterator[None]:
         """Record within this scope what writers of this process, and of its children, log as errors.
 
         In a synchronous save they log the cause, and raise an assertion that names only its class (`check_local_output`
         in `write_preloaded_data_multithread`, filesystem_async.py, core_v0.17.0 to 0.19.2).
         """
-        with _recording(str(self._path)):
+        with _append_errors(str(self._path)):
             try:
                 yield
             finally:
@@ -73,7 +73,7 @@ class Report:
 
 def _observe(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
     end_with_parent()
-    with _recording(path):
+    with _append_errors(path):
         try:
             return work(*positional, **keywords)
         except BaseException:
@@ -82,7 +82,7 @@ def _observe(work: Callable[..., Any], path: str, *positional: Any, **keywords: 
 
 
 @contextlib.contextmanager
-def _recording(path: str) -> Iterator[None]:
+def _append_errors(path: str) -> Iterator[None]:
     """Append to a file what the writers' loggers log as errors within this scope."""
     handler = _ToFile(path)
     loggers = [logging.getLogger(name) for name in _LOGGERS]

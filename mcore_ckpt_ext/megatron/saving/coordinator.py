@@ -39,7 +39,7 @@ class Writers(Protocol):
     def take_over(self, request: Any, save: Save, finalize: Finalize) -> Any:
         """Return the request, extended by error reports; `finalize` gets its finalization functions, if any."""
 
-    def scheduling(self) -> contextlib.AbstractContextManager[None]:
+    def guard_scheduling(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which scheduling a request does not wait for a dead writer."""
 
     def watch_newest(self, completed: Callable[[str], str]) -> None:
@@ -107,7 +107,7 @@ class Coordinator:
         self._conclude(exchange=False)
         redirected = self._ranks.is_first and (save.asynchronous or not must_track or save.was_tracked)
         try:
-            listening = contextlib.nullcontext() if save.asynchronous else save.report.listening()
+            listening = contextlib.nullcontext() if save.asynchronous else save.report.record_errors()
             with self._activate(save), listening:
                 if not save.asynchronous:
                     save.become(State.WRITING)
@@ -128,7 +128,7 @@ class Coordinator:
             return stock(request)
         save.sidecar.share()
         request = writers.take_over(request, save, partial(self._finalize, save))
-        with writers.scheduling():
+        with writers.guard_scheduling():
             result = stock(request)
         if request.finalize_fns:
             save.become(State.WRITING)

@@ -62,7 +62,7 @@ class MegatronWriters:
         return not self._queue().get_num_unfinalized_calls()
 
     @contextlib.contextmanager
-    def scheduling(self) -> Iterator[None]:
+    def guard_scheduling(self) -> Iterator[None]:
         """Restart a persistent writer that died while idle, and do not wait for a dead one.
 
         `PersistentAsyncCaller.schedule_async_call` waits without limit until the writer has copied the tensors (`join`

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UsageError, quantity, with_indefinite_article
-from mcore_ckpt_ext.families.config_keys import accepting
+from mcore_ckpt_ext.families.config_keys import accept_keys
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, is_model
@@ -72,7 +72,7 @@ def check_arguments(arguments: Any) -> None:
     """
     folder = model_folder(arguments)
     if folder is None:
-        if FROM_HF.chosen(arguments) and not _is_model(getattr(arguments, _PRETRAINED, None)):
+        if FROM_HF.choose(arguments) and not _is_model(getattr(arguments, _PRETRAINED, None)):
             raise _no_folder(arguments)
         return
     formats = (TORCH_DIST, LEGACY)
@@ -85,7 +85,7 @@ def check_arguments(arguments: Any) -> None:
             where=str(folder),
             hint=_HINT,
         )
-    with accepting(ACCEPT_KEYS.chosen(arguments)):
+    with accept_keys(ACCEPT_KEYS.choose(arguments)):
         described = described_model(folder, transformer_impl=_layer_spec(arguments))
     running = JobArguments.of(vars(arguments))
     if differences := contradictions(described.family, described.arguments, running):
@@ -117,7 +117,7 @@ def _layer_spec(arguments: Any) -> str:
 
 def open_for_job(folder: Path, arguments: Any) -> HuggingFaceCheckpoint:
     """Open the folder for the job's layer spec, with the keys of `config.json` that the job accepts."""
-    with accepting(ACCEPT_KEYS.chosen(arguments)):
+    with accept_keys(ACCEPT_KEYS.choose(arguments)):
         return HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
 
 

@@ -66,7 +66,7 @@ class TorchFsdpAdapter(DcpStorageAdapter):
         self.arguments = self._common["args"]
         vars(self.arguments).update({name: getattr(arguments, name) for name in _LAYOUT_ARGUMENTS})
         self._groups = self._names_by_group()
-        self._places = self._kept()
+        self._places = self._places_of_keys()
 
     @contextmanager
     def returning_state(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class TorchFsdpAdapter(DcpStorageAdapter):
     def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
         check_names(self.checkpoint, {name for _, name in self._places.values()})
 
-    def _kept(self) -> dict[str, tuple[str, str]]:
+    def _places_of_keys(self) -> dict[str, tuple[str, str]]:
         """Return the kind and the parameter's name that the job stores under each key."""
         places = {key: (WEIGHT, name) for key, name in self._weights.items()}
         for group, parameters in enumerate(self._halves):

@@ -56,7 +56,7 @@ def unshift(written: ModelSpaceState, models: LocalModels, shifted: Mapping[str,
             for piece in cut(parameter.placement, _join_buffers(written, models, kind, parameter))
         ]
 
-    def lost(kind: str, name: str) -> list[tuple[int, int]]:
+    def lost_intervals(kind: str, name: str) -> list[tuple[int, int]]:
         tensor = written.logical_tensor(kind, name)
         if tensor is None:
             return []
@@ -69,13 +69,15 @@ def unshift(written: ModelSpaceState, models: LocalModels, shifted: Mapping[str,
         return overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
 
     def lost_elements() -> dict[str, int]:
-        counts = {name: sum(last - first for first, last in lost(FP32_PARAM, name)) for name in sorted(shifted)}
+        counts = {
+            name: sum(last - first for first, last in lost_intervals(FP32_PARAM, name)) for name in sorted(shifted)
+        }
         return {name: count for name, count in counts.items() if count}
 
     return replace(
         StateView.of(written),
         stored_slices=stored_slices,
-        lost=lost,
+        lost_intervals=lost_intervals,
         lost_elements=lost_elements,
         shifted=sorted(shifted),
         order_sources=lambda: ["the arrays' own names, repaired where Megatron wrote them shifted"],

@@ -18,7 +18,9 @@ def test_damage_is_found_while_planning(tmp_path: Path) -> None:
     """Later, other ranks would have written a part of their state already."""
     copy = fixture_named("p10").copy_to(tmp_path / "copy")
     checkpoint = open_checkpoint(copy.run)
-    shards = [held.shard for held in SimulatedJob(checkpoint, checkpoint.job.arguments(), Version(0, 19)).held(0)]
+    shards = [
+        held.shard for held in SimulatedJob(checkpoint, checkpoint.job.arguments(), Version(0, 19)).parts_of_stage(0)
+    ]
     assert Reading(checkpoint, shards, accept_lost=False).kinds == ("exp_avg", "exp_avg_sq")
     damaged = open_checkpoint(copy.run)
     assert damaged.names("exp_avg")  # reads its common state, which is in the same files

@@ -219,10 +219,10 @@ class Rank:
         return request
 
     @contextlib.contextmanager
-    def scheduling(self) -> Iterator[None]:
+    def guard_scheduling(self) -> Iterator[None]:
         yield
 
-    ending_writers = scheduling
+    ending_writers = guard_scheduling
 
     def are_done(self) -> bool:
         return not self.queue

@@ -88,7 +88,7 @@ class DistributedAdapter(PlainAdapter):
         return stepped
 
     def _check(self, shard: LiveShard) -> None:
-        main = self._kept(shard)
+        main = self._kept_masters(shard)
         if main.dtype != torch.float32 or main.numel() != shard.slice.numel or not main.is_contiguous():
             raise UnsupportedCheckpointError(
                 "the optimizer's masters are not plain fp32 shards",

@@ -34,7 +34,7 @@ class OffloadedAdapter(DistributedAdapter):
 
     @override
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        inner = self._kept(shard)
+        inner = self._kept_masters(shard)
         state = self._steppers[id(inner)].state
         state[inner] = {**state.get(inner, {}), kind: values.view(inner.shape)}
 
@@ -75,7 +75,7 @@ class OffloadedAdapter(DistributedAdapter):
         """Return False: masters may lie in pinned memory, which copies to and from the device rely on."""
         return False
 
-    def _kept(self, shard: LiveShard) -> torch.Tensor:
+    def _kept_masters(self, shard: LiveShard) -> torch.Tensor:
         inner: torch.Tensor = self._hybrid.param_to_inner_param[self._step_tensor(shard)]
         return inner
 

@@ -29,11 +29,11 @@ class PlainAdapter(ABC):
 
     def room(self, shard: LiveShard) -> torch.Tensor:
         """Allocate uninitialized fp32 memory on the shard's device, for `set_master` and `keep`."""
-        return torch.empty_like(self._kept(shard), dtype=torch.float32, requires_grad=False).view(-1)
+        return torch.empty_like(self._kept_masters(shard), dtype=torch.float32, requires_grad=False).view(-1)
 
     def master(self, shard: LiveShard) -> torch.Tensor:
         """Return the masters in fp32; do not write to them."""
-        return self._kept(shard).detach().view(-1)
+        return self._kept_masters(shard).detach().view(-1)
 
     def master_check(self, shard: LiveShard) -> MasterCheck | None:
         """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
@@ -45,7 +45,7 @@ class PlainAdapter(ABC):
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """Take fp32 masters: swap the memory, which costs nothing, if no other tensor uses the old memory."""
-        kept = self._kept(shard)
+        kept = self._kept_masters(shard)
         alike = (kept.dtype, kept.device) == (values.dtype, values.device)
         if alike and kept is not shard.live.parameter and self._may_move(kept):
             old = kept.detach().view(-1)
@@ -76,7 +76,7 @@ class PlainAdapter(ABC):
     def _step_tensor(self, shard: LiveShard) -> torch.Tensor:
         """Return the tensor in the inner optimizer's parameter groups."""
 
-    def _kept(self, shard: LiveShard) -> torch.Tensor:
+    def _kept_masters(self, shard: LiveShard) -> torch.Tensor:
         """Return the masters: the tensor that is stepped is an fp32 copy of the weights, or fp32 weights."""
         return self._step_tensor(shard)
 
