@@ -1,11 +1,11 @@
 """Generates parts of the reference from the code: the command line, the settings, and all error messages.
 
-python -m scripts.documentation.generated            writes all parts into the pages of docs/
-python -m scripts.documentation.generated settings   prints one part, as Markdown
+python -m scripts.documentation.generated                writes all parts into the pages of docs/
+python -m scripts.documentation.generated command plan   prints one part, as Markdown
 
 A page contains a part between two marks, so that it is whole wherever it is read:
 
-<!-- generated: settings -->
+<!-- generated: command plan -->
 <!-- end of generated -->
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "mcore_ckpt_ext"
-_GENERATED = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end of generated -->\n)", re.DOTALL)
+_GENERATED = re.compile(r"(<!-- generated: (\w+)(?: (\w+))? -->\n).*?(<!-- end of generated -->\n)", re.DOTALL)
 _UNKNOWN = "…"
 # Hints for messages that do not have their own.
 _IN_GENERAL = {
@@ -38,7 +38,7 @@ _IN_GENERAL = {
     "PackingError": "Resume under its own layout, save once with the package installed, and change the layout then.",
     "ProofError": "Run `mcore-ckpt verify`: the masters or the weights are damaged. Use another iteration.",
     "ModelMismatchError": "Compare the model arguments of your job with those that `mcore-ckpt inspect` shows.",
-    "ResumeRefusedError": "Nothing was changed. The message has the reasons of all ranks: look for them on this page.",
+    "ResumeRefusedError": "Nothing was changed. The message has the reasons of all ranks: search for them here.",
     "SaveFailedError": "Earlier checkpoints are untouched. Look at the disk (full, quota, rights), and start again.",
     "StorageError": "Try again when the disk or the store answers. Nothing is known about the content.",
     "LostProcessError": "Start all processes again, a conversion with `--resume`. Nothing is known about the content.",
@@ -47,22 +47,39 @@ _IN_GENERAL = {
 }
 
 
-def command_line() -> str:
-    """Describe each command with usage and options, from argparse."""
-    from mcore_ckpt_ext.cli.main import COMMANDS, parser_of
+# What an error is about, by the path of the module that raises it in the package.
+SUBJECTS = {
+    "colossalai/": "colossalai", "formats/colossalai/": "colossalai",
+    "families/": "models", "formats/hugging_face/": "models", "formats/peft/": "models", "formats/adapter": "models",
+    "formats/low_rank": "models", "megatron/": "jobs", "rehearsal/": "jobs", "optimizer_reshard": "jobs",
+    "continuity/": "jobs", "selftest/": "jobs", "storage/": "files", "formats/": "formats", "optimizers/": "optimizers",
+    "layout/": "optimizers", "planning/": "optimizers", "model_space/": "optimizers", "job/": "optimizers",
+    "": "commands",
+}  # fmt: skip
 
-    parts = []
-    for name, what in COMMANDS.items():
-        parser = _subparser(parser_of([name]), name)
-        parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=76)
-        parts += [f"## {name}", f"{what[0].upper()}{what[1:]}.", f"```text\n{parser.format_usage().strip()}\n```"]
-        for group in parser._action_groups:
-            rows = [_option_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
-            if rows:
-                title = [] if group.title in ("positional arguments", "options") else [f"{_capital(group.title)}:"]
-                parts += [*title, _table(("argument", "meaning"), rows)]
-        parts += [parser.epilog] if parser.epilog else []
+
+def command(name: str) -> str:
+    """Describe a command with usage and options, from argparse."""
+    from mcore_ckpt_ext.cli.main import parser_of
+
+    parser = _subparser(parser_of([name]), name)
+    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=76)
+    parts = [f"```text\n{parser.format_usage().strip()}\n```"]
+    for group in parser._action_groups:
+        rows = [_option_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+        if rows:
+            title = [] if group.title in ("positional arguments", "options") else [f"{_capital(group.title)}:"]
+            parts += [*title, _table(("argument", "meaning"), rows)]
+    parts += [parser.epilog] if parser.epilog else []
     return "\n\n".join(parts)
+
+
+def commands() -> str:
+    """Return a row for each command, with a link to its page."""
+    from mcore_ckpt_ext.cli.main import COMMANDS
+
+    rows = [(f"[{name}](commands/{name}.md)", f"{_capital(what)}.") for name, what in COMMANDS.items()]
+    return _table(("command", "what it does"), rows)
 
 
 def _subparser(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
@@ -97,25 +114,36 @@ def settings() -> str:
 
 @dataclass(frozen=True)
 class Message:
-    """An error that the code raises: class, message and hint; `…` stands for inserted values."""
+    """An error that the code raises: class, message and hint; `…` stands for inserted values.
+
+    Attributes:
+        subject: the page that has it: that of the first prefix in `SUBJECTS` that its module's path starts with.
+    """
 
     error: str
     sentence: str
     hint: str
+    subject: str
 
 
-def errors() -> str:
-    """Return all messages by the class of the error."""
-    classes = _error_classes()
+def error_classes() -> str:
+    """Return a row for each class of errors that is raised, with what to do in general."""
+    raised = {message.error for message in messages()}
+    rows = [(f"`{name}`", meaning, _IN_GENERAL[name]) for name, meaning in _error_classes().items() if name in raised]
+    return _table(("class", "meaning", "what to do in general"), rows)
+
+
+def errors(subject: str) -> str:
+    """Return the messages of a subject by the class of the error."""
     by_class: dict[str, set[Message]] = defaultdict(set)
     for message in messages():
-        by_class[message.error].add(message)
+        if message.subject == subject:
+            by_class[message.error].add(message)
     parts = []
-    for name, meaning in classes.items():
+    for name in _error_classes():
         if by_class[name]:
-            rows = sorted(((message.sentence, message.hint) for message in by_class[name]), key=_place)
-            general = f"In general: {_IN_GENERAL[name]}"
-            parts += [f"## {name}", meaning, general, _table(("message", "hint"), rows)]
+            rows = sorted({(message.sentence, message.hint) for message in by_class[name]}, key=_place)
+            parts += [f"## {name}", _table(("message", "hint"), rows)]
     return "\n\n".join(parts)
 
 
@@ -131,12 +159,15 @@ def messages() -> Iterator[Message]:
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = shared | _constants(tree)
+        module = str(path.relative_to(PACKAGE))
+        subject = next(subject for prefix, subject in SUBJECTS.items() if module.startswith(prefix))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes and node.args:
                 sentence = _text(node.args[0], constants)
                 hint = next((_text(key.value, constants) for key in node.keywords if key.arg == "hint"), "")
                 if sentence.strip(f"{_UNKNOWN} ;:,"):
-                    yield Message(node.func.id, sentence, hint.strip() if hint.strip(f"{_UNKNOWN} ") else "")
+                    shown = hint.strip() if hint.strip(f"{_UNKNOWN} ") else ""
+                    yield Message(node.func.id, sentence, shown, subject)
 
 
 def _error_classes() -> dict[str, str]:
@@ -249,9 +280,12 @@ def _capital(text: str | None) -> str:
     return f"{text[0].upper()}{text[1:]}" if text else ""
 
 
-PARTS: dict[str, Callable[[], str]] = {
-    "command line": command_line,
+# The parts by their names; those of a command or a subject have its name behind theirs.
+PARTS: dict[str, Callable[..., str]] = {
+    "command": command,
+    "commands": commands,
     "settings": settings,
+    "error_classes": error_classes,
     "errors": errors,
     "families": families,
     "unsupported": unsupported,
@@ -260,7 +294,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def with_parts(page: str) -> str:
     """Return the text of a page with its generated parts as the code has them now."""
-    return _GENERATED.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n\n{match[3]}", page)
+    return _GENERATED.sub(lambda match: f"{match[1]}\n{part(*filter(None, match.group(2, 3)))}\n\n{match[4]}", page)
+
+
+def part(name: str, of: str = "") -> str:
+    """Return a part: `settings`, `command plan`."""
+    return PARTS[name](*filter(None, [of]))
 
 
 def main() -> None:
@@ -269,9 +308,10 @@ def main() -> None:
         description="Write the generated parts into the pages of docs/, or print one part."
     )
     parser.add_argument("part", nargs="?", choices=PARTS)
-    part = parser.parse_args().part
-    if part:
-        sys.stdout.write(PARTS[part]() + "\n")
+    parser.add_argument("of", nargs="?", default="", help="command, or subject of errors")
+    arguments = parser.parse_args()
+    if arguments.part:
+        sys.stdout.write(part(arguments.part, arguments.of) + "\n")
         return
     for path in sorted((REPOSITORY / "docs").rglob("*.md")):
         page = path.read_text(encoding="utf-8")

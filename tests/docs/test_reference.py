@@ -26,16 +26,19 @@ def text_of(page: str) -> str:
 
 def test_generated_parts_are_current() -> None:
     """Mended by `python -m scripts.documentation.generated`."""
-    pages = {path.name: path.read_text() for path in DOCS.rglob("*.md")}
-    parts = {name for page in pages.values() for name in re.findall("<!-- generated: (.*) -->", page)}
-    assert parts == set(generated.PARTS)
+    pages = {path: path.read_text() for path in DOCS.rglob("*.md")}
+    parts = sorted(name for page in pages.values() for name in re.findall("<!-- generated: (.*) -->", page))
+    with_name = {"command": list(COMMANDS), "errors": sorted(set(generated.SUBJECTS.values()))}
+    assert parts == sorted(
+        f"{part} {name}".strip() for part in generated.PARTS for name in with_name.get(part, [""])
+    ), "each part is on one page"
     stale = [name for name, page in pages.items() if page != generated.with_parts(page)]
     assert stale == []
 
 
 def test_the_command_line_has_every_command_and_option() -> None:
-    text = generated.command_line()
-    assert re.findall(r"^## (\w+)", text, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"\(commands/(\w+)\.md\)", generated.commands()) == list(COMMANDS)
+    text = "".join(map(generated.command, COMMANDS))
     for option in ("`--html FILE`", "`--megatron-version V`", "`--kinds KIND ...`", "`--quick`", "`--save FOLDER`"):
         assert option in text
 
@@ -78,7 +81,7 @@ def test_every_optimizer_format_is_explained(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_target_is_explained(name: str) -> None:
-    assert f"| `{name}` |" in text_of("reference/command-line.md")
+    assert f"| `{name}` |" in text_of("reference/commands/convert.md")
 
 
 def test_the_exit_codes() -> None:
@@ -94,8 +97,9 @@ def test_every_error_that_is_raised_is_listed() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
     }
-    text = generated.errors()
+    text = "\n".join(map(generated.errors, set(generated.SUBJECTS.values())))
     classes = set(re.findall(r"^## (\w+)", text, re.MULTILINE))
+    assert classes == set(re.findall(r"^\| `(\w+)` \|", generated.error_classes(), re.MULTILINE))
     assert classes >= raised & set(mcore_ckpt_ext.__all__)
     assert len(list(generated.messages())) > 200
     assert "(TP, PP)" not in text, "that one is Megatron's"
@@ -105,5 +109,10 @@ def test_a_message_is_read_from_the_source(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "errors.py").write_text((REPOSITORY / "mcore_ckpt_ext" / "errors.py").read_text())
     (tmp_path / "one.py").write_text('HOW = "wait"\nraise UsageError(f"no {name} | here", hint=HOW + " a bit")\n')
     monkeypatch.setattr(generated, "PACKAGE", tmp_path)
-    assert generated.Message("UsageError", "no … | here", "wait a bit") in list(generated.messages())
-    assert "| no … \\| here | wait a bit |" in generated.errors()
+    assert generated.Message("UsageError", "no … | here", "wait a bit", "commands") in list(generated.messages())
+    assert "| no … \\| here | wait a bit |" in generated.errors("commands")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_can_be_read_at_once(page: Path) -> None:
+    assert len(page.read_text().split()) <= 2_000
