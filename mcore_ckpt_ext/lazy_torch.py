@@ -2,7 +2,7 @@
 
 Commands that read no tensor run without them.
 
-`import torch` takes a second and several hundred MiB (benchmarks/README.md), `import numpy` a twentieth. Modules that
+`import torch` takes a second and several hundred MiB (benchmarks/results), `import numpy` a twentieth. Modules that
 work without a live job import these names from here, and use them in functions only.
 """
 

@@ -113,6 +113,9 @@ def test_a_message_is_read_from_the_source(tmp_path: Path, monkeypatch: pytest.M
     assert "| no … \\| here | wait a bit |" in generated.errors("commands")
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+PAGES = sorted(path for folder in ("docs", "benchmarks", "tests") for path in (REPOSITORY / folder).rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", [*REPOSITORY.glob("*.md"), *PAGES], ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_can_be_read_at_once(page: Path) -> None:
     assert len(page.read_text().split()) <= 2_000
