@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, states_of_experts
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import PARTIAL, JobArguments
-from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of, with_defaults
+from mcore_ckpt_ext.optimizers.groups import NOT_SETTINGS, REFINED_IDENTITY, identity, rule_of, with_defaults
 from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 
@@ -38,8 +38,6 @@ _OF_FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
 _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args", WRITTEN_FOR)
 # Members of Megatron's own enums change between versions; `--use-checkpoint-args` does not need them.
 _ENUMS = ("megatron.core.", "signal.Signals", "megatron.training.")
-# Entries of a parameter group that are not settings; the classes are those of `HybridDeviceOptimizer`.
-_NOT_SETTINGS = {"params", "cpu_optimizer_cls", "gpu_optimizer_cls"}
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:
     left out (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2). Any other setting
     that cannot be written is refused when the file is laid out, because all settings must be carried over.
     """
-    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
 
 
 def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[dict[str, Any]]:

@@ -12,25 +12,9 @@ from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.portable_state import portable_group
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import is_tensor
+from mcore_ckpt_ext.optimizers.groups import OF_THE_JOB, strip_prefix, with_defaults
 from mcore_ckpt_ext.storage.json_tree import encode
 
-# The value that every version assumes for a multiplier that a group lacks (`_get_param_groups`,
-# megatron/core/optimizer/__init__.py, core_v0.8.0 to 0.19.2).
-_DEFAULTS = {"wd_mult": 1.0, "lr_mult": 1.0}
-# Settings of a parameter group that say how and where a job computes its steps, without effect on the result.
-_WITHOUT_EFFECT = {
-    "is_expert_parallel",
-    "default_config",
-    "offload_fraction",
-    "param_update_in_fp32",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-}
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 _ABSENT = "none"
 
@@ -102,11 +86,11 @@ def _groups(checkpoint: CheckpointView) -> list[dict[str, Any]]:
     """
     stored = [portable_group(group) for group in checkpoint.optimizer.param_groups()]
     steps = {repr(_plain(group["step"])): {"step": group["step"]} for group in stored if group.get("step") is not None}
-    defaults = {**_DEFAULTS, **(next(iter(steps.values())) if len(steps) == 1 else {})}
-    groups = [{**defaults, **{key: value for key, value in group.items() if value is not None}} for group in stored]
+    step = next(iter(steps.values())) if len(steps) == 1 else {}
+    groups = [strip_prefix({key: value for key, value in group.items() if value is not None}) for group in stored]
     return [
-        {key: value for key, value in group.items() if key not in _WITHOUT_EFFECT and not key.startswith("pre_")}
-        for group in groups
+        {key: value for key, value in {**step, **group}.items() if key not in OF_THE_JOB}
+        for group in with_defaults(groups)
     ]
 
 

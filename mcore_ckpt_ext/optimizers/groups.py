@@ -26,6 +26,28 @@ REFINED_IDENTITY = (*IDENTITY, *BOUNDS)
 """`IDENTITY` with the bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
 DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """A group's values by default (`_get_param_groups`, core/optimizer/__init__.py, 0.7 to 0.19)."""
+NOT_SETTINGS = frozenset({"params", "cpu_optimizer_cls", "gpu_optimizer_cls"})
+"""Entries of a group that are not settings; the classes are those of `HybridDeviceOptimizer`."""
+OF_THE_JOB = frozenset(
+    {
+        "is_expert_parallel",
+        "offload_fraction",
+        "param_update_in_fp32",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "fused",
+        "foreach",
+        "capturable",
+        "differentiable",
+        "default_config",
+    }
+)
+"""Settings of the running job: what a group belongs to, and how its steps are computed, without effect on the result.
+
+`default_config` says that the group has the job's learning rate, by which Megatron selects the rate to log
+(`_get_param_groups`). (HybridDeviceOptimizer.__init__, megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py,
+core_v0.11.0 to 0.19.2; torch.optim.AdamW.)"""
 _PLAIN_ONES = (*REFINED_IDENTITY, *(f"pre_{key}" for key in IDENTITY))
 
 
@@ -113,6 +135,12 @@ def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
         return 0.0 if has_none else DEFAULTS[key]
 
     return [{**{key: default_of(group, key) for key in IDENTITY if lacks(group, key)}, **group} for group in groups]
+
+
+def strip_prefix(group: Group) -> dict[str, Any]:
+    """Return a group with its identifying settings under Megatron's names; NeMo adds the prefix `pre_`."""
+    prefixed = {key: group[f"pre_{key}"] for key in IDENTITY if f"pre_{key}" in group}
+    return {**prefixed, **{key: value for key, value in group.items() if not key.startswith("pre_")}}
 
 
 def lacks(group: Group, key: str) -> bool:

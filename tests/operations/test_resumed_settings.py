@@ -106,6 +106,33 @@ def test_values_in_other_groups(canonical: Path, changed: Callable[[Callable[[di
     assert [one.name for one in mcore_ckpt_ext.compare(canonical, folder).settings if not one.equal] == ["lr_mult"]
 
 
+def rename_multipliers(about: dict[str, Any]) -> None:
+    """As NeMo names them."""
+    for group in about["param_groups"]:
+        group |= {f"pre_{key}": group.pop(key) for key in ("wd_mult", "lr_mult")}
+
+
+def leave_out_multipliers(about: dict[str, Any]) -> None:
+    """As ms-swift does; a group without weight decay among others with it has the multiplier 0, also on a resume."""
+    for group in about["param_groups"]:
+        del group["wd_mult"], group["lr_mult"]
+
+
+def add_classes(about: dict[str, Any]) -> None:
+    for group in about["param_groups"]:
+        group |= {"cpu_optimizer_cls": "AdamW", "foreach": True}
+
+
+@pytest.mark.parametrize("change", [rename_multipliers, leave_out_multipliers, add_classes])
+def test_what_a_resume_takes_for_the_same_is_equal(
+    change: Callable[[dict[str, Any]], None],
+    canonical: Path,
+    changed: Callable[[Callable[[dict[str, Any]], None]], Path],
+) -> None:
+    found = mcore_ckpt_ext.compare(canonical, changed(change))
+    assert found.equal, [setting for setting in found.settings if not setting.equal]
+
+
 @pytest.mark.parametrize(
     "target",
     [

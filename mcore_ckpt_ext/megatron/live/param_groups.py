@@ -16,6 +16,8 @@ from mcore_ckpt_ext.optimizers.groups import (
     BOUNDS,
     DEFAULTS,
     IDENTITY,
+    NOT_SETTINGS,
+    OF_THE_JOB,
     REFINED_IDENTITY,
     Group,
     identity,
@@ -24,28 +26,8 @@ from mcore_ckpt_ext.optimizers.groups import (
 )
 
 _SETTINGS = tuple(key for key in IDENTITY if key != "is_expert_parallel")
-# Settings that the live optimizer keeps: they say what a group belongs to, and how its steps are computed, but do
-# not change the result. `default_config` says that the group has the job's learning rate, by which Megatron selects the
-# rate to log (`_get_param_groups`). (HybridDeviceOptimizer.__init__,
-# megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.11.0 to 0.19.2; torch.optim.AdamW.)
-_OWN = frozenset(
-    {
-        "params",
-        "is_expert_parallel",
-        "offload_fraction",
-        "cpu_optimizer_cls",
-        "gpu_optimizer_cls",
-        "param_update_in_fp32",
-        "pin_cpu_grads",
-        "pin_cpu_params",
-        "overlap_cpu_optimizer_d2h_h2d",
-        "fused",
-        "foreach",
-        "capturable",
-        "differentiable",
-        "default_config",
-    }
-)
+# What the live optimizer keeps.
+_OWN = NOT_SETTINGS | OF_THE_JOB
 # Settings that the scheduler writes into a group at every step, and their inputs (`step`, `get_lr` and `get_wd`,
 # megatron/core/optimizer_param_scheduler.py, core_v0.13.0 to 0.19.2); they do not identify a group.
 _SCHEDULED = ("lr", "weight_decay", "start_wd", "end_wd", *BOUNDS)
