@@ -50,6 +50,16 @@ LABELS = {dimension.name: dimension.label for dimension in DIMENSIONS if dimensi
 PINS = {dimension.label.lower(): dimension.name for dimension in OF_MODEL}
 """The dimensions that a user can choose, and their names in `ParallelLayout`."""
 MODEL_SIZE_ARGUMENTS = tuple(dimension.argument for dimension in OF_MODEL)
+SPLIT_ARGUMENTS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""The arguments that divide the decoder layers among pipeline stages; they apply to one number of stages only."""
+VIRTUAL_STAGE_ARGUMENTS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""The arguments that state virtual stages in another way than by their number."""
 
 
 def with_defaults(sizes: dict[str, int]) -> dict[str, int]:

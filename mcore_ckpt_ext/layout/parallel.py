@@ -13,6 +13,7 @@ from mcore_ckpt_ext.job.dimensions import (
     MODEL_SIZE_ARGUMENTS,
     OF_MODEL,
     SIZE_ARGUMENTS,
+    SPLIT_ARGUMENTS,
     format_sizes,
 )
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
@@ -231,11 +232,7 @@ def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[i
 # division into buckets (distributed_data_parallel.py), and the order in which modules register their parameters.
 _PLACING_ARGUMENTS = (
     *(name for name in MODEL_SIZE_ARGUMENTS if name != SIZE_ARGUMENTS["context"]),
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+    *SPLIT_ARGUMENTS,
     "overlap_grad_reduce",
     "ddp_bucket_size",
     "ddp_num_buckets",

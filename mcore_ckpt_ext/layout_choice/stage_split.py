@@ -8,18 +8,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from mcore_ckpt_ext.job.dimensions import SPLIT_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.releases import TAKES_STAGE_LAYOUTS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
 from mcore_ckpt_ext.versions import Version
-
-_SPLIT_ARGUMENTS = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 
 @dataclass(frozen=True)
@@ -83,15 +76,15 @@ def _candidates(
     """Yield values of the arguments that divide the layers; Megatron may refuse them."""
     if is_hybrid(job):
         # A pattern may name its segments; `layers_by_chunk` checks whether they fit.
-        yield {name: job.value(name) for name in _SPLIT_ARGUMENTS if not name.startswith("account_for")}
+        yield {name: job.value(name) for name in SPLIT_ARGUMENTS if not name.startswith("account_for")}
         return
-    split_arguments = {name: job.value(name) for name in _SPLIT_ARGUMENTS}
+    split_arguments = {name: job.value(name) for name in SPLIT_ARGUMENTS}
     old = ParallelLayout.from_arguments(job)
     text = split_arguments["pipeline_model_parallel_layout"]
     has_own = any(split_arguments.values()) and (text is None or isinstance(text, str))
     if has_own and (old.pipeline, old.virtual_pipeline) == (pipeline, virtual):
         yield split_arguments
-    accounted = {name: bool(job.value(name)) for name in _SPLIT_ARGUMENTS if name.startswith("account_for")}
+    accounted = {name: bool(job.value(name)) for name in SPLIT_ARGUMENTS if name.startswith("account_for")}
     if any(accounted.values()):
         yield accounted
     yield {}
@@ -144,7 +137,7 @@ def applied_split(job: JobArguments, arguments: Mapping[str, Any], pipeline: int
     Returns:
         None if Megatron refuses them, or for a layout string that `layout_string` does not produce.
     """
-    chosen = {name: arguments.get(name) for name in _SPLIT_ARGUMENTS}
+    chosen = {name: arguments.get(name) for name in SPLIT_ARGUMENTS}
     items = tuple(chosen.items())
     text = chosen["pipeline_model_parallel_layout"]
     if text and text != job.pipeline_model_parallel_layout and not is_hybrid(job):

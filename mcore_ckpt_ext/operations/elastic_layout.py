@@ -14,7 +14,7 @@ from mcore_ckpt_ext.families.passed_arguments import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.dimensions import PINS
+from mcore_ckpt_ext.job.dimensions import PINS, VIRTUAL_STAGE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
@@ -34,7 +34,6 @@ from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_argumen
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.versions import Version
 
-_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _SHOWN = 3
 
 
@@ -211,7 +210,7 @@ def with_virtual_stages(arguments: Mapping[str, object]) -> dict[str, Any]:
     pipeline = values.get("pipeline_model_parallel_size") or 1
     text = values.get("pipeline_model_parallel_layout")
     pattern = values.get("hybrid_layer_pattern")
-    per_stage, stages = (values.get(name) for name in _STAGES)
+    per_stage, stages = (values.get(name) for name in VIRTUAL_STAGE_ARGUMENTS)
     virtual = values.get("virtual_pipeline_model_parallel_size")
     if isinstance(text, str) and (parsed := StageLayout.parse(text)) is not None:
         virtual = len(parsed.stages) // pipeline
@@ -257,7 +256,7 @@ def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -
     layout = choice.layout
     derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
     values = {name: value for name, value in arguments_of(candidate).items() if name not in derived}
-    values |= dict.fromkeys(_STAGES)
+    values |= dict.fromkeys(VIRTUAL_STAGE_ARGUMENTS)
     if layout.virtual_pipeline > 1 and not values["pipeline_model_parallel_layout"] and not is_hybrid(job):
         values["num_virtual_stages_per_pipeline_rank"] = layout.virtual_pipeline
     if choice.has_sequence_parallelism:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mcore_ckpt_ext.errors import quantity
-from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS
+from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS, VIRTUAL_STAGE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
@@ -164,9 +164,6 @@ def _removed_recomputation(candidate: FoundLayout, job: JobArguments) -> list[st
     return [*removed, *(["recompute_activations"] if is_replaced else [])]
 
 
-_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-
-
 def removed_flags_of(candidate: FoundLayout, job: JobArguments) -> list[str]:
     """Return flags of the old job that contradict a layout, and that a new command line must not have.
 
@@ -175,7 +172,9 @@ def removed_flags_of(candidate: FoundLayout, job: JobArguments) -> list[str]:
     choice = candidate.choice
     split = dict(choice.split.arguments) if choice.split else {}
     removed = {name: value for name in split if (value := job.value(name)) and value != split[name]}
-    removed |= {name: value for name in _STAGE_FLAGS if isinstance(value := job.raw.get(name), int) and value > 0}
+    removed |= {
+        name: value for name in VIRTUAL_STAGE_ARGUMENTS if isinstance(value := job.raw.get(name), int) and value > 0
+    }
     if choice.layout.virtual_pipeline > 1 and not split.get("pipeline_model_parallel_layout"):
         removed.pop("num_virtual_stages_per_pipeline_rank", None)  # given again
     if job.raw.get("pipeline_model_parallel_layout") and not split.get("pipeline_model_parallel_layout"):

@@ -11,18 +11,10 @@ from mcore_ckpt_ext.formats.legacy.options import Legacy
 from mcore_ckpt_ext.formats.portable_state import disable_fsdp
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
+from mcore_ckpt_ext.job.dimensions import SPLIT_ARGUMENTS, VIRTUAL_STAGE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
-# Arguments that distribute layers over pipeline ranks; they apply to one number of ranks only.
-_SPREADING = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-)
+_SPREADING = (*SPLIT_ARGUMENTS, *VIRTUAL_STAGE_ARGUMENTS)
 
 
 def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from mcore_ckpt_ext.devices import smallest_memory
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.job.dimensions import SPLIT_ARGUMENTS, VIRTUAL_STAGE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout_choice.elastic import own_layout
 from mcore_ckpt_ext.megatron.elastic.agreement import Agreement
@@ -36,11 +37,8 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
 # What the flags of a job decide even where they are not given: otherwise it would be the checkpoint's.
 _DECIDED_BY_FLAGS = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
+    *SPLIT_ARGUMENTS,
+    *VIRTUAL_STAGE_ARGUMENTS,
     "virtual_pipeline_model_parallel_size",
     "expert_tensor_parallel_size",
     "rampup_batch_size",
