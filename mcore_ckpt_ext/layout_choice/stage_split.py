@@ -91,13 +91,15 @@ def _candidates(
     if has_own:
         yield split_arguments
     share = -(-total // pipeline)
-    for full in (share, share + share % virtual):  # two virtual stages cannot share an odd number
+    # Virtual stages share the layers of each stage equally.
+    for full in dict.fromkeys((share, -(-share // virtual) * virtual)):
         last = total - full * (pipeline - 1)
         if pipeline > 1 and 0 < last < full:
             yield {"decoder_last_pipeline_num_layers": last}
         ends = total - full * (pipeline - 2)
         if pipeline > 2 and 1 < ends < 2 * full:
-            yield {"decoder_first_pipeline_num_layers": -(-ends // 2), "decoder_last_pipeline_num_layers": ends // 2}
+            first = -(-ends // (2 * virtual)) * virtual
+            yield {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": ends - first}
     if TAKES_STAGE_LAYOUTS.is_of(version) and 2 * total >= pipeline * virtual - 2 and pipeline > 1:
         counts = _balance(total, pipeline * virtual)
         yield {"pipeline_model_parallel_layout": layout_string(counts, job.mtp_num_layers or 0)}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout_choice.stage_split import applied_split
+from mcore_ckpt_ext.layout_choice.stage_split import applied_split, stage_splits
+from mcore_ckpt_ext.versions import Version
 
 
 def layers(pipeline: int, virtual: int = 1, **ends: int) -> Any:
@@ -28,3 +29,18 @@ def test_stages_with_their_own_number_of_layers(
     pipeline: int, virtual: int, ends: dict[str, int], split: object
 ) -> None:
     assert layers(pipeline, virtual, **ends) == split
+
+
+@pytest.mark.parametrize(("total", "pipeline", "virtual", "ends"), [
+    (66, 4, 3, (None, 12)),
+    (60, 8, 2, (None, 4)),
+    (56, 8, 4, (4, 4)),
+    (40, 6, 2, (4, 4)),
+])  # fmt: skip
+def test_ends_whose_layers_virtual_stages_share(
+    total: int, pipeline: int, virtual: int, ends: tuple[int | None, int | None]
+) -> None:
+    job = JobArguments.of({"num_layers": total})
+    found = [dict(split.arguments) for split in stage_splits(job, pipeline, virtual, Version(0, 19))]
+    names = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
+    assert ends in [tuple(arguments[name] for name in names) for arguments in found]
