@@ -21,7 +21,7 @@ from typing import Any
 from published_models import Row, arguments_of, low_rank_of, shapes_of
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import newest_cut
+from mcore_ckpt_ext.layout.local_parameters import newest_cuts
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest
@@ -114,7 +114,7 @@ def table_of(arguments: dict[str, Any], *, low_rank: int) -> ModelTable:
             rows = (arguments["vocab_size"], *part[1:]) if tokens else part
             parameters.append(
                 Parameter(
-                    name, rows, 2, place, newest_cut(name, part, job), parse(name).expert, tokens,
+                    name, rows, 2, place, newest_cuts({name: part}, job)(name), parse(name).expert, tokens,
                     0 if low_rank else kept, 0, bool(job.use_distributed_optimizer), not low_rank,
                 )
             )  # fmt: skip

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpoin
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import MODEL_ARGUMENTS
-from mcore_ckpt_ext.layout.local_parameters import newest_cut
+from mcore_ckpt_ext.layout.local_parameters import newest_cuts
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -36,12 +36,13 @@ def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[st
     The shards follow the rules of Megatron's layers. A weight without a rule is assumed to be replicated; the master
     check verifies that later.
     """
+    tensors = {name: named_tensor(source, WEIGHT, name) for name in source.names(WEIGHT)}
+    cut_of = newest_cuts({name: tensor.shape for name, tensor in tensors.items()}, arguments)
     weights = {}
-    for name in source.names(WEIGHT):
-        tensor = named_tensor(source, WEIGHT, name)
+    for name, tensor in tensors.items():
         cut = None
         with contextlib.suppress(UnsupportedCheckpointError):
-            cut = newest_cut(name, tensor.shape, arguments)
+            cut = cut_of(name)
         weights[name] = WeightSpec(tensor, cut.axis, cut.bands) if cut else WeightSpec(tensor, None)
     return weights
 

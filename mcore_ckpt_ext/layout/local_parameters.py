@@ -9,7 +9,7 @@ bias; RowParallelLinear the input features, axis 1, and replicates its bias; Voc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
@@ -273,13 +273,18 @@ def shard_grid(
     return tuple(tuple(range(0, length, size)) if axis == cut.axis else (0,) for axis, length in enumerate(shape))
 
 
-def newest_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut | None:
-    """Return how the newest version shards a tensor of that shape; None if it is replicated.
+def newest_cuts(shapes: Mapping[str, tuple[int, ...]], arguments: JobArguments) -> Callable[[str], Cut | None]:
+    """Return how the newest version shards each tensor of a model, by name; None if it is replicated.
 
-    Raises:
-        UnsupportedCheckpointError: the tensor-parallel split is unknown.
+    Args:
+        shapes: the shapes of all tensors, by model-space name.
+        arguments: the job's arguments.
+
+    Returns:
+        A function that raises UnsupportedCheckpointError where the tensor-parallel split is unknown.
     """
-    return _cut(name, shape, TensorPart(0, 2), arguments, NEWEST)
+    gates = tower_gates(shapes)
+    return lambda name: _cut(name, shapes[name], TensorPart(0, 2, gates.get(name)), arguments, NEWEST)
 
 
 def _cut(

@@ -97,8 +97,8 @@ def _candidates(
         if pipeline > 1 and 0 < last < full:
             yield {"decoder_last_pipeline_num_layers": last}
         ends = total - full * (pipeline - 2)
-        if pipeline > 2 and 1 < ends < 2 * full:
-            first = -(-ends // (2 * virtual)) * virtual
+        first = -(-ends // (2 * virtual)) * virtual
+        if pipeline > 2 and first < ends < 2 * full:
             yield {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": ends - first}
     if TAKES_STAGE_LAYOUTS.is_of(version) and 2 * total >= pipeline * virtual - 2 and pipeline > 1:
         counts = _balance(total, pipeline * virtual)

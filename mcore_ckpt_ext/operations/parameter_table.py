@@ -8,7 +8,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import Cut, newest_cut
+from mcore_ckpt_ext.layout.local_parameters import Cut, newest_cuts
 from mcore_ckpt_ext.layout.parallel import has_varying_layers
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, number_of
@@ -51,9 +51,10 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
     _check_layers(checkpoint, job, job.num_layers, block)
     states = _States(checkpoint, job)
     prefix = language_prefix(block)
+    tensors = {name: named_tensor(checkpoint, WEIGHT, name) for name in names}
+    cut_of = newest_cuts({name: tensor.shape for name, tensor in tensors.items()}, job)
     parameters = []
-    for name in names:
-        tensor = named_tensor(checkpoint, WEIGHT, name)
+    for name, tensor in tensors.items():
         if name in twice or is_module_buffer(name):
             continue
         width = _bytes_of(tensor.dtype)
@@ -68,7 +69,7 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
                 shape,
                 width,
                 _place(name, block, prefix, job),
-                newest_cut(name, tensor.shape, job),
+                cut_of(name),
                 parse(name).expert,
                 rows_of_tokens,
                 in_memory,

@@ -12,15 +12,14 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
-from mcore_ckpt_ext.layout.local_parameters import shard_grid, tower_gates
+from mcore_ckpt_ext.layout.job_models import JobModels
+from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import known_orders, registration_order
 from mcore_ckpt_ext.megatron.live.job import RankSummary
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary
-from mcore_ckpt_ext.model_space.names import is_module_buffer, is_of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -74,25 +73,8 @@ class SimulatedJob:
         self._checkpoint = checkpoint
         self._version = (version.major, version.minor)
         tensors = {name: self._live_tensor(name) for name in checkpoint.names(WEIGHT)}
-        gated = tower_gates({name: tensor.shape for name, tensor in tensors.items()})
-        weights = {}
-        for name, tensor in tensors.items():
-            ranks = self.layout.expert_tensor if is_of_experts(name) else self.layout.tensor
-            is_whole = is_module_buffer(name)
-            grid = (
-                tuple((0,) for _ in tensor.shape)
-                if is_whole
-                else shard_grid(name, tensor.shape, ranks, arguments, self._version, gated.get(name))
-            )
-            weights[name] = StoredWeight(tensor, grid)
         self._tensors = tensors
-        self.models = LocalModels(weights, arguments, self.layout, has_expert_optimizer=self.layout.separates_experts)
-        if self.models.chunks is None:
-            raise UnsupportedCheckpointError(
-                "the layers of each pipeline rank of this layout are unknown to a rehearsal",
-                found=f"{quantity(arguments.num_layers or 0, 'layer')}, {self.layout}",
-                hint="try the job itself: this cannot be rehearsed",
-            )
+        self.models = JobModels(tensors, arguments, self.layout, self._version)
         if self.models.weight_shards > 1:
             raise UnsupportedCheckpointError(
                 "a rehearsal does not support generalized tensor parallelism",
@@ -166,7 +148,7 @@ class SimulatedJob:
         for place in self._places(pipeline):
             for chunk in self.models.names(place) or []:
                 for name in chunk:
-                    parts.setdefault((name, self._regions(name, place.tensor)), []).append(place)
+                    parts.setdefault((name, self.models.part_of(name, place.tensor)), []).append(place)
         return parts
 
     def _places(self, pipeline: int) -> Iterator[ModelRank]:
@@ -176,13 +158,6 @@ class SimulatedJob:
             for expert in range(self.layout.expert):
                 for tensor in range(self.layout.expert_tensor):
                     yield ModelRank(pipeline, tensor, expert)
-
-    def _regions(self, name: str, tensor: int) -> tuple[Region, ...]:
-        size = self.layout.expert_tensor if is_of_experts(name) else self.layout.tensor
-        regions = self.models.regions(name, tensor % size)
-        if regions is None:
-            raise UnsupportedCheckpointError("the tensor-parallel split of a parameter is unknown", where=name)
-        return regions
 
     def _live_tensor(self, name: str) -> LogicalTensor:
         """Return a weight with the job's dtype and rows of the vocabulary."""

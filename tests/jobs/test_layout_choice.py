@@ -18,7 +18,7 @@ import pytest
 from megatron_on_cpu import launch
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import model_space_name, newest_cut
+from mcore_ckpt_ext.layout.local_parameters import model_space_name, newest_cuts
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.layout_choice.choice import Choice
@@ -169,7 +169,7 @@ def table_of(result: Mapping[str, Any]) -> tuple[JobArguments, ModelTable]:
             place = layer.number if layer else (-1 if name.startswith("embedding.") else place_after_layers(name, job))
             tokens = is_in_vocabulary(name)
             whole = (job.vocab_size, *part[1:]) if tokens else part
-            cut = newest_cut(name, part, job)
+            cut = newest_cuts({name: part}, job)(name)
             parameters.append(Parameter(name, whole, 2, place, cut, parse(name).expert, tokens, 12, 12))
     rows = PaddedRows(job.vocab_size, 0, job.make_vocab_size_divisible_by)
     return job, ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=rows)

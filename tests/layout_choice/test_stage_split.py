@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -44,3 +45,11 @@ def test_ends_whose_layers_virtual_stages_share(
     found = [dict(split.arguments) for split in stage_splits(job, pipeline, virtual, Version(0, 19))]
     names = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
     assert ends in [tuple(arguments[name] for name in names) for arguments in found]
+
+
+def test_no_end_is_without_layers() -> None:
+    """Megatron refuses it (`TransformerConfig`)."""
+    for pipeline, virtual in itertools.product(range(2, 9), range(1, 9)):
+        for split in stage_splits(JobArguments.of({"num_layers": 18}), pipeline, virtual, Version(0, 19)):
+            ends = [count for name, count in split.arguments if name.startswith("decoder_") and count is not None]
+            assert all(count > 0 for count in ends), (pipeline, virtual, split)

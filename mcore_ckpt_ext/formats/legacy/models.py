@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
 from mcore_ckpt_ext.formats.legacy.target_parameter_order import order_for
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
-from mcore_ckpt_ext.layout.local_parameters import LocalNames, shard_grid, tower_gates
+from mcore_ckpt_ext.layout.job_models import JobModels
+from mcore_ckpt_ext.layout.local_parameters import LocalNames
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, registration_order
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary, second_names
-from mcore_ckpt_ext.model_space.names import is_of_experts, parse
+from mcore_ckpt_ext.model_space.names import parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import TargetSlice, named_tensor
@@ -41,25 +41,13 @@ class TargetModels:
         self._layout = layout
         self._names = LocalNames(arguments, version)
         tensors = {name: self._padded_tensor(name) for name in checkpoint.model.weights().names()}
-        gated = tower_gates({name: tensor.shape for name, tensor in tensors.items()})
         self._twice = second_names(tensors)
-        weights = {}
-        for name, tensor in tensors.items():
-            ranks = layout.expert_tensor if is_of_experts(name) else layout.tensor
-            grid = shard_grid(name, tensor.shape, ranks, arguments, version, gated.get(name))
-            weights[name] = StoredWeight(tensor, grid)
-        self.local = LocalModels(weights, arguments, layout, has_expert_optimizer=layout.expert > 1)
+        self.local = JobModels(tensors, arguments, layout, version)
         if self.local.predicts_more_tokens:
             raise UnsupportedCheckpointError(
                 "the ranks of a legacy checkpoint that hold multi-token prediction are unknown",
                 found="parameters of mtp.layers",
                 hint="use --to torch_dist, which can be loaded under any layout",
-            )
-        if self.local.chunks is None:
-            raise UnsupportedCheckpointError(
-                "the layers of each pipeline rank of that layout are unknown",
-                found=f"{quantity(arguments.num_layers or 0, 'layer')}, {layout}",
-                hint="choose a pipeline size, and virtual stages, that divide the layers evenly",
             )
         self.order: ParameterOrder = order_for(checkpoint, arguments, layout.expert > 1, version)
 
@@ -121,8 +109,7 @@ class TargetModels:
         name = self._twice.get(name, name)
         if name in self.local.weights:
             tensor = self.local.weights[name].tensor
-            ranks = self._layout.expert_tensor if is_of_experts(name) else self._layout.tensor
-            regions = self._regions(name, rank.tensor % ranks)
+            regions = self.local.part_of(name, rank.tensor)
         else:
             tensor = self._padded_tensor(name)
             regions = (Region.whole(name, tensor.shape),)
@@ -154,12 +141,6 @@ class TargetModels:
         if is_in_vocabulary(name):
             return replace(tensor, shape=(self._arguments.whole("padded_vocab_size"), *tensor.shape[1:]))
         return tensor
-
-    def _regions(self, name: str, tensor_rank: int) -> tuple[Region, ...]:
-        regions = self.local.regions(name, tensor_rank)
-        if regions is None:
-            raise UnsupportedCheckpointError("the tensor-parallel split of a parameter is unknown", where=name)
-        return regions
 
     def _holds(self, rank: LegacyRank, name: str) -> bool:
         owners = {owner.expert for owner in self.local.ranks_of(name)}
