@@ -10,10 +10,8 @@ from mcore_ckpt_ext.layout.local_parameters import Cut, newest_cuts
 TOWER = "vision_model.decoder.layers.0.mlp"
 
 
-@pytest.mark.parametrize(
-    ("is_gated", [True, False])
-@pytest.mark.parametrize(("rows", "bands"), [(64, 1), (128, 2)]
-)
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(("rows", "bands"), [(64, 1), (128, 2)])
 def test_a_tower_has_gates_of_its_own(is_gated: bool, rows: int, bands: int) -> None:
     """The arguments say whether the language model has them."""
     shapes = {f"{TOWER}.linear_fc1.weight": (rows, 16), f"{TOWER}.linear_fc2.weight": (16, 64)}
