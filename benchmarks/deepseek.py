@@ -32,7 +32,7 @@ def arguments_for(pipeline: int, expert: int, world: int) -> dict[str, Any]:
 
 def shapes_of(arguments: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return shapes by model-space name."""
-    shapes = {"embedding.word_embeddings.weight": (VOCABULARY, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (VOCABULARY, HIDDEN)}
     for layer in range(arguments["num_layers"]):
         of_layer = _attention() | (_dense() if layer < DENSE else _experts(arguments["num_experts"]))
         shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}

@@ -59,7 +59,11 @@ def machine(folder: Path) -> str:
     written = path.parent.with_name("probe-copy")
     seconds = {}
     copy(str(path.parent), str(written))  # a file without holes
-    for what, function in (("read", lambda: read(str(written))), ("copied", lambda: copy(str(written), f"{written}2"))):
+    ways: dict[str, Callable[[], None]] = {
+        "read": lambda: read(str(written)),
+        "copied": lambda: copy(str(written), f"{written}2"),
+    }
+    for what, function in ways.items():
         begun = time.monotonic()
         function()
         seconds[what] = time.monotonic() - begun

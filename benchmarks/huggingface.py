@@ -130,7 +130,8 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
     ]
     ends = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "model.norm": (hidden,)}
     parts.append({f"{name}.weight": shape for name, shape in ends.items()})
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, part in enumerate(parts):
         tensors = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in part.items()}
         file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"

@@ -91,7 +91,9 @@ class _Writer:
                 stream.seek(offset)
                 stream.write(data)
         metadata = dcp.Metadata(self.entries, storage_data=self.storage)
-        metadata.all_local_plans = [SavePlan(self.plans.get(rank, [])) for rank in range(TENSOR * PIPELINE * DATA)]
+        metadata.all_local_plans = [  # type: ignore[attr-defined]  # as Megatron adds them
+            SavePlan(self.plans.get(rank, [])) for rank in range(TENSOR * PIPELINE * DATA)
+        ]
         (self.folder / ".metadata").write_bytes(pickle.dumps(metadata))
         torch.save(common, self.folder / "common.pt")
         (self.folder / "metadata.json").write_text(

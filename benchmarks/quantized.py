@@ -58,7 +58,8 @@ for path in pathlib.Path(destination).iterdir():
 def quantize(folder: Path) -> int:
     """Replace every projection in a folder by random codes and scales, and return the bytes."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for path in sorted(folder.glob("*.safetensors")):
         stored: dict[str, torch.Tensor] = {}
         for name, tensor in load_file(path).items():

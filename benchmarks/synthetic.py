@@ -63,7 +63,7 @@ def llama_shapes(
     layers: int, hidden: int, feed_forward: int, vocabulary: int, query_rows: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a Llama-like model by model-space name; `query_rows` is the sum of q, k and v."""
-    shapes = {"embedding.word_embeddings.weight": (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, hidden)}
     for layer in range(layers):
         shapes |= {
             f"decoder.layers.{layer}.{name}": shape
@@ -107,7 +107,7 @@ def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) 
 
 def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ...], ...]:
     """Return the offsets of the stored chunks of a weight on each axis."""
-    grid = [(0,) for _ in shape]
+    grid: list[tuple[int, ...]] = [(0,) for _ in shape]
     axis, pieces = next((cut for ending, cut in _CUTS.items() if name.endswith(ending)), (0, 0))
     if tensor * pieces > 1:
         grid[axis] = tuple(range(0, shape[axis], shape[axis] // (tensor * pieces)))
@@ -138,8 +138,8 @@ def make_empty(
         metadata = _with_plans(metadata, arguments["world_size"])
     iteration = folder / "iter_0001000"
     iteration.mkdir(parents=True)
-    with Folder.at(iteration) as content:
-        lay_out(files, content)
+    with Folder.at(iteration) as opened:
+        lay_out(files, opened)
     config = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
     small = [(iteration / ".metadata", metadata), (iteration / "metadata.json", config)]
     for path, content in [*small, (folder / "latest_checkpointed_iteration.txt", b"1000")]:

@@ -90,19 +90,20 @@ def load_and_digests(rounds: int) -> tuple[list[float], list[float]]:
     import torch.distributed as dist
 
     from mcore_ckpt_ext.colossalai import rank0_broadcast
+    from mcore_ckpt_ext.colossalai.state_digest import digests
     from mcore_ckpt_ext.zero_strict_state_dict import zero_strict_load_state_dict, zero_strict_state_dict
 
     model = wrapped_model()
     state = zero_strict_state_dict(model, only_rank_0=False)
-    original, of_digests = rank0_broadcast.digests, []
+    of_digests: list[float] = []
 
     def timed(*arguments: Any) -> Any:
         started = time.perf_counter()
-        found = original(*arguments)
+        found = digests(*arguments)
         of_digests.append(time.perf_counter() - started)
         return found
 
-    rank0_broadcast.digests = timed
+    vars(rank0_broadcast)["digests"] = timed
     of_loads = []
     for _ in range(rounds + 1):
         dist.barrier()
