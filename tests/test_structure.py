@@ -94,7 +94,7 @@ def names_a_release(source: str) -> list[int]:
 
 def _makes_release(node: ast.expr) -> bool:
     is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Version"
-    return is_call and all(map(_is_number, node.args))
+    return is_call and all(map(_is_number, node.args))  # type: ignore[attr-defined]
 
 
 def _is_release(node: ast.expr) -> bool:

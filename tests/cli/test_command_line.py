@@ -18,7 +18,8 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli import doctor
 from mcore_ckpt_ext.cli.main import COMMANDS, main
-from mcore_ckpt_ext.cli.output import escape, line
+from mcore_ckpt_ext.cli.output import line
+from mcore_ckpt_ext.errors import escape
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.settings import SETTINGS
 from tests.harness.checkpoints import Fixture, fixture_named

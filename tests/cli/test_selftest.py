@@ -13,7 +13,7 @@ from mcore_ckpt_ext.selftest import machine
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order, layout_of
 from mcore_ckpt_ext.selftest.launcher import Ended
 
-FIND_SPEC = machine.find_spec
+FIND_SPEC = machine.find_spec  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_the_number_of_ranks_on_a_node_is_that_of_srun(
 def test_without_megatron(missing: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import_module("megatron.core")  # skipped where it cannot be installed: tests/conftest.py
     monkeypatch.setattr(machine, "find_spec", lambda name: None if name == missing else FIND_SPEC(name))
-    with pytest.raises(machine.UsageError, match=says):
+    with pytest.raises(machine.UsageError, match=says):  # type: ignore[attr-defined]
         machine.require_megatron()
 
 

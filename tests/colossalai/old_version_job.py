@@ -60,7 +60,7 @@ def job(placement: str) -> None:
         torch.manual_seed(seed)
         with context(device=torch.device("cpu")):
             module = WithIgnored()
-        module.ignored._ddp_to_ignore = True
+        module.ignored._ddp_to_ignore = True  # type: ignore[attr-defined]
         return gemini(
             module, device=torch.device("cuda:0"), placement_policy=placement, hidden_dim=32, search_range_mb=1,
             min_chunk_size_mb=0.001,

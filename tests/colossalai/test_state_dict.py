@@ -31,13 +31,13 @@ def test_keys_order_metadata_and_aliases_are_those_of_the_module(
         model, _ = wrap(build)
         state = strict.zero_strict_state_dict(model, only_rank_0=False)
         assert list(state) == list(plain)
-        assert state._metadata == plain._metadata
+        assert state._metadata == plain._metadata  # type: ignore[attr-defined]
         assert _aliases(state) == _aliases(plain)
         assert {k: v.shape for k, v in _tensors(state)} == {k: v.shape for k, v in _tensors(plain)}
         assert {k: v.dtype for k, v in _tensors(state)} == {k: v.dtype for k, v in _tensors(plain)}
         # The negative control: ColossalAI's own dict is not it, as soon as there is more than parameters.
         own = model.state_dict(only_rank_0=False)
-        assert own._metadata != plain._metadata
+        assert own._metadata != plain._metadata  # type: ignore[attr-defined]
         if build in (Everything, t5):
             assert list(own) != list(plain)
 
@@ -94,7 +94,7 @@ def test_prefix_and_destination_as_in_pytorch(world_size: int) -> None:
         plain = Everything().state_dict(prefix="model.")
         state = strict.zero_strict_state_dict(model, prefix="model.", only_rank_0=False)
         assert list(state) == list(plain)
-        assert state._metadata == plain._metadata
+        assert state._metadata == plain._metadata  # type: ignore[attr-defined]
         destination: dict[str, Any] = OrderedDict(before=1)
         assert strict.zero_strict_state_dict(model, destination=destination, only_rank_0=False) is destination
         assert list(destination) == ["before", *Everything().state_dict()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from documentation import hook
+from documentation import hook  # type: ignore[attr-defined]
 
 
 def test_flags_are_marked_in_text_and_not_in_tags() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from documentation import drawings
+from documentation import drawings  # type: ignore[attr-defined]
 
 from tests.harness.checkpoints import fixture_named
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from documentation import generated
+from documentation import generated  # type: ignore[attr-defined]
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS, DONE, UNEQUAL, UNUSABLE

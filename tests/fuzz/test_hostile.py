@@ -177,20 +177,20 @@ def test_a_layout_that_cannot_be_is_refused(arguments: dict[str, int]) -> None:
 
 
 def outside(entry: object) -> None:
-    entry.size = tuple(size // 2 for size in entry.size)
+    entry.size = tuple(size // 2 for size in entry.size)  # type: ignore[attr-defined]
 
 
 def larger_than_its_record(entry: object) -> None:
-    entry.size = tuple(size << 20 for size in entry.size)
-    entry.chunks[0].sizes = entry.size
+    entry.size = tuple(size << 20 for size in entry.size)  # type: ignore[attr-defined]
+    entry.chunks[0].sizes = entry.size  # type: ignore[attr-defined]
 
 
 def repeated(entry: object) -> None:
-    entry.chunks *= 1 << 16
+    entry.chunks *= 1 << 16  # type: ignore[attr-defined]
 
 
 def another_rank(entry: object) -> None:
-    entry.size = (*entry.size, 1)
+    entry.size = (*entry.size, 1)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("change", [outside, larger_than_its_record, repeated, another_rank])

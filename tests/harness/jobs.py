@@ -12,7 +12,7 @@ from typing import Any
 
 import megatron_on_devices
 import torch
-from megatron_on_cpu import launch, toy_jobs
+from megatron_on_cpu import launch, toy_jobs  # type: ignore[attr-defined]
 from megatron_on_cpu.dump_optimizer import (
     FOLDER_VARIABLE,
     MOMENTS_VARIABLE,

@@ -71,7 +71,8 @@ def test_repeated_mtp_layers_that_a_family_leaves_out(model: Callable[[str], Pat
     for name, reasons in (("llama", []), ("deepseek_v3", ["mtp_use_repeated_layer is True, for which it has no key"])):
         reader = open_checkpoint(model(name)).format.reader
         arguments = complete(JobArguments.of({**reader.fit.arguments.as_dict(), **MTP}))
-        assert fit(reader.fit.family, arguments, [*reader.weights.names(), FIRST_NORM]).reasons == reasons
+        names = [*reader.weights.names(), FIRST_NORM]  # type: ignore[attr-defined]
+        assert fit(reader.fit.family, arguments, names).reasons == reasons
 
 
 def test_several_layers_of_a_family_that_has_at_most_one(model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_equals_megatrons_own_layout(
     live = []
     for parameter in parameters:
         tensor = torch.nn.Parameter(torch.empty(parameter.numel, device="meta"))
-        tensor.shared_embedding = parameter.shared_embedding
+        tensor.shared_embedding = parameter.shared_embedding  # type: ignore[attr-defined]
         live.append(tensor)
     config = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=high_bandwidth

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout_choice.model_table import AFTER_LAYERS, place_after_layers
+from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS
+from mcore_ckpt_ext.layout_choice.model_table import place_after_layers
 
 
 @pytest.mark.parametrize(("name", "mtp_layers", "place"), [

@@ -151,7 +151,7 @@ def _strategies(monkeypatch, get_async_strategy):
     name = "megatron.core.dist_checkpointing.strategies.torch"
     fake = ModuleType(name)
     if get_async_strategy:
-        fake.get_async_strategy = get_async_strategy
+        fake.get_async_strategy = get_async_strategy  # type: ignore[attr-defined]
     for count in range(1, 6):
         parent = ".".join(name.split(".")[:count])
         monkeypatch.setitem(sys.modules, parent, fake if parent == name else ModuleType(parent))

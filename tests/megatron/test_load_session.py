@@ -25,7 +25,7 @@ PACKAGE = Path(mcore_ckpt_ext.__file__).parent
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One item for each time that an index is parsed."""
     times: list[str] = []
-    index_of = dcp_index.index_of
+    index_of = dcp_index.index_of  # type: ignore[attr-defined]
 
     def counted(metadata: object) -> DcpIndex:
         times.append("parsed")

@@ -163,7 +163,7 @@ def test_torch_reads_what_was_written(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.Legacy())
     checkpoint = mcore_ckpt_ext.open_checkpoint(tmp_path / "out")
     for file, offset, length in checkpoint.files.archives():
-        mcore_ckpt_ext.storage.torch_archive.TorchArchive(
+        mcore_ckpt_ext.storage.torch_archive.TorchArchive(  # type: ignore[attr-defined]
             checkpoint.files.reader, file, offset, length
         ).verify_checksums()
     for path in (tmp_path / "out").rglob("distrib_optim.pt"):

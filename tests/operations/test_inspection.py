@@ -82,8 +82,8 @@ def test_the_maps_of_gradient_buffers_are_those_that_the_content_confirms(any_fi
     checkpoint = mcore_ckpt_ext.open_checkpoint(any_fixture.run)
     if found.optimizer_format not in ("fully_sharded_model_space", "legacy_torch_per_parameter"):
         optimizer = checkpoint.optimizer.state()
-        for group in optimizer.groups.values():
-            for bucket, placements in optimizer.packing_of(group).packing.items():
+        for group in optimizer.groups.values():  # type: ignore[attr-defined]
+            for bucket, placements in optimizer.packing_of(group).packing.items():  # type: ignore[attr-defined]
                 (mapped,) = (m for m in found.buffers if (m.group, m.buffer) == (str(group), str(bucket)))
                 assert mapped.parameters == tuple((p.name, p.start, p.stop) for p in placements)
 

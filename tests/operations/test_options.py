@@ -53,7 +53,7 @@ DERIVED = {
 )
 def test_each_option_is_one_of_the_command_with_the_same_default(kind: type[Options], command: object) -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    command.add_arguments(parser)  # type: ignore[attr-defined]
     defaults = {action.dest: action.default for action in parser._actions}
     names = {field.name for field in dataclasses.fields(kind)}
     assert names - defaults.keys() == DERIVED[kind] - defaults.keys()

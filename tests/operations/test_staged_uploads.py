@@ -128,5 +128,5 @@ def test_parts_under_way_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
     (tmp_path / "file").write_bytes(os.urandom(1 << 10) * (21 << 10))
-    as_path("s3://bucket/file").upload(tmp_path / "file")
+    as_path("s3://bucket/file").upload(tmp_path / "file")  # type: ignore[attr-defined]
     assert (most, sent) == (4 << 20, 21 << 20)

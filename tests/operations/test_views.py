@@ -180,7 +180,7 @@ def under(names: NameMap, value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(under(names, one) for one in value)
     if is_dataclass(value) and not isinstance(value, type) and "name" in {field.name for field in fields(value)}:
-        return replace(value, name=names.of(value.name))
+        return replace(value, name=names.of(value.name))  # type: ignore[attr-defined]
     if isinstance(value, StoredSlice):
         return value._replace(slice=under(names, value.slice))
     if isinstance(value, Slice):

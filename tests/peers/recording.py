@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results import FAILED, PASSED, SKIPPED, sampled
+from results import FAILED, PASSED, SKIPPED, sampled  # type: ignore[attr-defined]
 from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]
 
 _GRACE = timedelta(seconds=10)

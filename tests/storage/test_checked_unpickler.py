@@ -168,7 +168,7 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_what_picklers_write_is_read(value: object, protocol: int) -> None:
     """In the protocols of all releases of torch and of Megatron."""
-    for pickler in (pickle.dumps, pickle._dumps):
+    for pickler in (pickle.dumps, pickle._dumps):  # type: ignore[attr-defined]
         assert safe_loads(pickler(value, protocol), "here") == value
 
 

@@ -331,7 +331,7 @@ def test_torch_gets_all_else_as_it_is_stored(tmp_path: Path) -> None:
         with index.objects_only():
             assert objects_of(folder) == 7
         torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder))
-    assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]  # type: ignore[attr-defined]
 
 
 def test_a_damaged_shared_index_is_left_to_torch(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_torch_sees_no_plans_in_an_index_shared_without_them(tmp_path: Path) -> 
     data = with_plans([1, 2])
     (tmp_path / ".metadata").write_bytes(data)
     reader = FileSystemReader(tmp_path)
-    assert reader.read_metadata().all_local_plans == [1, 2]
+    assert reader.read_metadata().all_local_plans == [1, 2]  # type: ignore[attr-defined]
     with share_index(FolderIndex(tmp_path, SharedIndex(tmp_path, data).without_plans())):
         found = reader.read_metadata()
         assert not hasattr(found, "all_local_plans")

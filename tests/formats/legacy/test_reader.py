@@ -216,7 +216,7 @@ def test_masters_of_a_gated_tower_have_the_rows_of_its_weights(plain: Fixture) -
 @pytest.mark.parametrize("missing", ["fp32_from_fp16_params", "exp_avg_sq", "step"])
 def test_an_optimizer_that_lacks_what_it_keeps_is_refused(missing: str) -> None:
     checkpoint = opened(fixture_named("p08c"))
-    optimizer = checkpoint.format.reader._ranks[0].optimizers[0]
+    optimizer = checkpoint.format.reader._ranks[0].optimizers[0]  # type: ignore[attr-defined]
     groups, state = optimizer["optimizer"]["param_groups"], optimizer["optimizer"]["state"]
     for holder in (optimizer, *groups, *state.values()):
         holder.pop(missing, None)

@@ -29,7 +29,8 @@ LEGACY, PLAIN = "legacy_torch", "legacy_torch_per_parameter"
 def prepare() -> None:
     """What a wheel of megatron-core needs on CPU ranks; nothing of it touches how it saves or loads."""
     torch.set_num_threads(1)
-    numpy.product = numpy.prod  # numpy 2 took the old name away, which 0.15 and older use
+    # numpy 2 took the old name away, which 0.15 and older use.
+    numpy.product = numpy.prod  # type: ignore[attr-defined]
     redirect.install()
     for module, names in {
         "megatron.core.optimizer": {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False},
