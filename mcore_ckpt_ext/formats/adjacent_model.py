@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, shorten
+from mcore_ckpt_ext.formats.auxiliary_files import CONFIG
 from mcore_ckpt_ext.formats.description import COMPARED_SIZES, Description, folders_of_verl
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.job.loops.verl import MODEL
@@ -18,15 +19,14 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
-_CONFIG = "config.json"
-_NAME = f"{MODEL}/{_CONFIG}"
+_NAME = f"{MODEL}/{CONFIG}"
 _SHOWN = 3
 
 
 def adjacent_model_folder(folder: Path) -> Path | None:
     """Return the Hugging Face folder that describes the model of a checkpoint; None if there is none."""
     places = (step / MODEL for step in folders_of_verl(folder))
-    return next((place for place in places if (place / _CONFIG).is_file()), None)
+    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def with_adjacent_model(description: Description, weights: Weights, folder: Path) -> Description:

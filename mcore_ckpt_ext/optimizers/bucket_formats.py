@@ -32,7 +32,8 @@ _KEY = re.compile(
     r"^(?:chained_(?P<child>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtypes>\(.*\))\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$"
 )
-_GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
+GROUP_KEY = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
+"""The beginning of the keys of one data-parallel group's state: the chained optimizer and the group."""
 _UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
 
 
@@ -81,18 +82,18 @@ def _flat(array: StoredArray, numel: int) -> FlatArray:
 
 def optimizer_children(keys: Iterable[str]) -> int:
     """Return the number of chained optimizers that stored their state in flat buffers."""
-    return len({match[1] for key in keys if (match := _GROUP.match(key))})
+    return len({match[1] for key in keys if (match := GROUP_KEY.match(key))})
 
 
 def _claims(name: str, keys: StoredKeys) -> set[str]:
     """Return the keys of a format; both formats have the same, only the label identifies the older one."""
     if (keys.label == BUCKET_SPACE) != (name == BUCKET_SPACE):
         return set()
-    prefixes = {key[: match.end()] for key in keys.arrays if _KEY.match(key) and (match := _GROUP.match(key))}
+    prefixes = {key[: match.end()] for key in keys.arrays if _KEY.match(key) and (match := GROUP_KEY.match(key))}
     return {
         key
         for key in keys
-        if (match := _GROUP.match(key)) and key[: match.end()] in prefixes and (_KEY.match(key) or is_of_group(key))
+        if (match := GROUP_KEY.match(key)) and key[: match.end()] in prefixes and (_KEY.match(key) or is_of_group(key))
     }
 
 

@@ -20,11 +20,11 @@ from mcore_ckpt_ext.model_space.anatomy import (
     word_embeddings_in,
 )
 from mcore_ckpt_ext.model_space.names import is_of_experts, parse
+from mcore_ckpt_ext.optimizers.bucket_formats import GROUP_KEY
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
-_GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
 _DTYPES = re.compile(r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.")
 _FILE = re.compile(r"(?:^|/)__(\d{1,9})_\d+\.distcp$", re.ASCII)
 TENSOR = "tensor_model_parallel_size"
@@ -97,7 +97,7 @@ def _groups(index: DcpIndex) -> dict[int, int]:
     """Return how many groups each chained optimizer has in flat buffers: one per model-parallel rank."""
     group_numbers: dict[int, set[int]] = {}
     for key in (*index.arrays, *index.objects):
-        if match := _GROUP.match(key):
+        if match := GROUP_KEY.match(key):
             group_numbers.setdefault(int(match[1] or 0), set()).add(int(match[2]))
     return {child: 1 + max(groups) for child, groups in sorted(group_numbers.items())}
 
