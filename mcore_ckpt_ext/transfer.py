@@ -24,6 +24,7 @@ from mcore_ckpt_ext.planning.plan import Derivation, Plan, PlannedRead, Source, 
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
+from mcore_ckpt_ext.storage.read_ahead import STORE_BLOCK_BYTES, FileRange, Item
 from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of
 from mcore_ckpt_ext.storage.scaled import ReadCodes, decode, scale_reads
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
@@ -97,6 +98,23 @@ class Transfer:
             for done in [pool.submit(self._read_all, reads, destinations, on_read) for reads in by_file]:
                 done.result()
 
+    def read_ahead(self, items: Iterable[Item], plans: Callable[[Item], Iterable[Plan]]) -> Iterator[Item]:
+        """Yield items in their order; of a remote folder, each after the elements of the next ones were requested.
+
+        Args:
+            items: anything; taken one after the other, a few ahead.
+            plans: returns the plans that are executed with an item. It is not called for a local folder.
+        """
+
+        def ends(item: Item) -> Iterator[FileRange]:
+            return (end for plan in plans(item) for read in plan.reads for end in self._ends(read))
+
+        def elements(item: Item) -> Iterator[FileRange]:
+            return (part for plan in plans(item) for read in plan.reads for part in self._ranges(read))
+
+        # An array in an archive is located by the archive's ends.
+        return self._reader.read_ahead(self._reader.read_ahead(items, ends), elements)
+
     def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
         """Compare the checksums of the elements that a plan has just read, if this transfer has checksums.
 
@@ -148,7 +166,7 @@ class Transfer:
         return payload.decode(torch.frombuffer(data, dtype=payload.dtype.torch))
 
     def _read_all(self, reads: Sequence[PlannedRead], destinations: Destinations, on_read: OnRead | None) -> None:
-        for read in reads:
+        for read in self._reader.read_ahead(self._reader.read_ahead(reads, self._ends), self._ranges):
             destination = destinations[read.target]
             payload = self.locate(read.extent)
             if is_plain(read, payload) and destination.dtype == payload.dtype.torch:
@@ -162,6 +180,26 @@ class Transfer:
             for block in self.blocks(read):
                 block.rows_of(destination).copy_(block.rows())
         self._stages.wait()
+
+    def _ends(self, read: PlannedRead) -> Sequence[FileRange]:
+        """Return the ranges by which the array of a read is located, unless it has been."""
+        extent = read.extent
+        while isinstance(extent, (ReorderedMatrix, QuantizedMatrix)):
+            extent = extent.stored
+        return self._payloads.ends(extent)
+
+    def _ranges(self, read: PlannedRead) -> Iterator[FileRange]:
+        """Yield the ranges of a read; none if it reads more than its own elements, as of quantized matrices."""
+        payload = self.locate(read.extent)
+        if not is_plain(read, payload):
+            return
+        size = payload.dtype.itemsize
+        for source, _, length, count, stride, _ in read.runs.rows():
+            begin = payload.offset + source * size
+            if stride * size <= STORE_BLOCK_BYTES:
+                yield payload.file, begin, ((count - 1) * stride + length) * size
+            else:
+                yield from ((payload.file, begin + row * stride * size, length * size) for row in range(count))
 
     def _read_staged(self, payload: TensorLocation, runs: Iterable[Run], destination: torch.Tensor) -> None:
         """Read elements to a device through host buffers: one is copied to the device while the next is read."""
@@ -260,6 +298,21 @@ def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
+def target_of(source: Source, kind: str, wanted: Slice) -> TargetSlice:
+    """Return a slice of model space as a target with the tensors of a source.
+
+    Raises:
+        KeyError: the source does not contain a tensor of it.
+    """
+    tensors = {}
+    for region in wanted.regions:
+        tensor = source.logical_tensor(kind, region.name)
+        if tensor is None:
+            raise KeyError(f"no {kind} {region.name} in this checkpoint")
+        tensors[region.name] = tensor
+    return TargetSlice(kind, wanted, tensors)
+
+
 def read_slice(
     source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False, allocate: Allocate = _fresh
 ) -> torch.Tensor:
@@ -277,13 +330,7 @@ def read_slice(
         ModelMismatchError: the checkpoint does not hold all elements.
         CheckpointError: a file is damaged, or the inputs of derived values are invalid.
     """
-    tensors = {}
-    for region in wanted.regions:
-        tensor = source.logical_tensor(kind, region.name)
-        if tensor is None:
-            raise KeyError(f"no {kind} {region.name} in this checkpoint")
-        tensors[region.name] = tensor
-    return read_wanted(source, transfer, TargetSlice(kind, wanted, tensors), accept_lost, allocate)
+    return read_wanted(source, transfer, target_of(source, kind, wanted), accept_lost, allocate)
 
 
 def read_wanted(

@@ -243,25 +243,19 @@ class StorePath:
         with translate_errors(self):
             return StoreFile(self.files.open(self.key, "rb"), str(self))
 
-    def read_range(self, begin: int, end: int, at_once: int) -> list[bytes]:
-        """Return the bytes of a range of a file, in parts of at most `at_once` bytes.
-
-        The parts are requested at the same time where the store's library can: each answer takes a while to come.
-        """
-        starts = list(range(begin, end, at_once))
-        ends = [min(start + at_once, end) for start in starts]
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Return bytes `[start, stop)` of a file, by one request."""
         with translate_errors(self):
-            parts: list[bytes] = self.files.cat_ranges([self.key] * len(starts), starts, ends, on_error="raise")
-        for start, stop, part in zip(starts, ends, parts, strict=True):
-            if len(part) != stop - start:
-                raise StorageError(
-                    "the remote store returned another number of bytes than was requested",
-                    found=f"{len(part):,} bytes",
-                    expected=f"{stop - start:,} bytes from byte {start:,}",
-                    where=str(self),
-                    hint="try again; if it fails again, the file changes while it is read",
-                )
-        return parts
+            data: bytes = self.files.cat_file(self.key, start=start, end=stop)
+        if len(data) != stop - start:
+            raise StorageError(
+                "the remote store returned another number of bytes than was requested",
+                found=f"{len(data):,} bytes",
+                expected=f"{stop - start:,} bytes from byte {start:,}",
+                where=str(self),
+                hint="try again; if it fails again, the file changes while it is read",
+            )
+        return data
 
     def read_bytes(self) -> bytes:
         """Return the bytes of a file."""
