@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TypeAlias
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
@@ -20,7 +20,16 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.array_location import Extent, QuantizedMatrix, ReorderedMatrix
 from mcore_ckpt_ext.planning.overlap import Run, split_runs
-from mcore_ckpt_ext.planning.plan import Derivation, Plan, PlannedRead, Source, TargetSlice, derivation_of, make_plan
+from mcore_ckpt_ext.planning.plan import (
+    Derivation,
+    Plan,
+    PlannedRead,
+    Source,
+    TargetSlice,
+    derivation_of,
+    make_plan,
+    plans_of,
+)
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
@@ -98,22 +107,27 @@ class Transfer:
             for done in [pool.submit(self._read_all, reads, destinations, on_read) for reads in by_file]:
                 done.result()
 
-    def read_ahead(self, items: Iterable[Item], plans: Callable[[Item], Iterable[Plan]]) -> Iterator[Item]:
+    def read_ahead(
+        self, items: Iterable[Item], targets: Callable[[Item], Iterable[tuple[Source, TargetSlice]]]
+    ) -> Iterator[Item]:
         """Yield items in their order; of a remote folder, each after the elements of the next ones were requested.
 
         Args:
             items: anything; taken one after the other, a few ahead.
-            plans: returns the plans that are executed with an item. It is not called for a local folder.
+            targets: returns what is read with an item, each with its source. It is not called for a local folder.
         """
 
-        def ends(item: Item) -> Iterator[FileRange]:
-            return (end for plan in plans(item) for read in plan.reads for end in self._ends(read))
+        def reads(item: Item) -> Iterator[PlannedRead]:
+            for source, target in targets(item):
+                for plan in plans_of(target, source, accept_lost=True):
+                    yield from plan.reads
 
-        def elements(item: Item) -> Iterator[FileRange]:
-            return (part for plan in plans(item) for read in plan.reads for part in self._ranges(read))
+        return self._read_ahead(items, reads)
 
-        # An array in an archive is located by the archive's ends.
-        return self._reader.read_ahead(self._reader.read_ahead(items, ends), elements)
+    def _read_ahead(self, items: Iterable[Item], reads: Callable[[Item], Iterable[PlannedRead]]) -> Iterator[Item]:
+        """Request the ends of archives first: they say where in the archives the elements are."""
+        ends = self._reader.read_ahead(items, lambda item: chain.from_iterable(map(self._ends, reads(item))))
+        return self._reader.read_ahead(ends, lambda item: chain.from_iterable(map(self._ranges, reads(item))))
 
     def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
         """Compare the checksums of the elements that a plan has just read, if this transfer has checksums.
@@ -166,7 +180,7 @@ class Transfer:
         return payload.decode(torch.frombuffer(data, dtype=payload.dtype.torch))
 
     def _read_all(self, reads: Sequence[PlannedRead], destinations: Destinations, on_read: OnRead | None) -> None:
-        for read in self._reader.read_ahead(self._reader.read_ahead(reads, self._ends), self._ranges):
+        for read in self._read_ahead(reads, lambda read: [read]):
             destination = destinations[read.target]
             payload = self.locate(read.extent)
             if is_plain(read, payload) and destination.dtype == payload.dtype.torch:

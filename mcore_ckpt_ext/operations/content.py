@@ -22,7 +22,7 @@ from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Plan, plans_of
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Source, TargetSlice
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.manifest import TensorDigest
@@ -135,11 +135,11 @@ class ContentCheck:
         }
         master_check = check_at_stored_scales(self.checkpoint, [name], self.checkpoint.job.master_check, self._transfer)
 
-        def plans(target: Slice) -> list[Plan]:
-            sources = ((kind, self._sources[kind]) for kind in held)
-            return [plan for kind, source in sources for plan in plans_of(target_of(source, kind, target), source)]
+        def targets(block: Slice) -> Iterator[tuple[Source, TargetSlice]]:
+            for kind in held:
+                yield self._sources[kind], target_of(self._sources[kind], kind, block)
 
-        for target in self._transfer.read_ahead(blocks((region,)), plans):
+        for target in self._transfer.read_ahead(blocks((region,)), targets):
             values = {kind: self._read(kind, target) for kind in held}
             for kind, block in values.items():
                 count_values(kind, block, tallies[kind])

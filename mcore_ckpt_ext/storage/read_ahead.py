@@ -67,9 +67,7 @@ class ReadAhead:
         try:
             while True:
                 # An item that is taken when there is no memory would never be requested ahead.
-                while not window or (
-                    len(window) < REQUESTS and requested < _BYTES_OF_READER and self._bytes < BYTES
-                ):
+                while not window or (len(window) < REQUESTS and requested < _BYTES_OF_READER and self._bytes < BYTES):
                     try:
                         item = next(left)
                     except StopIteration:
