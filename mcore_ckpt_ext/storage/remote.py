@@ -18,7 +18,8 @@ from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
 from mcore_ckpt_ext.storage.paths import file_sizes, is_remote
 from mcore_ckpt_ext.storage.read_ahead import PART_BYTES, FileRange, Item, ReadAhead
-from mcore_ckpt_ext.storage.store_path import StoreFile, StorePath
+from mcore_ckpt_ext.storage.store_file import StoreFile
+from mcore_ckpt_ext.storage.store_path import StorePath
 
 _JOURNAL = "journal"
 _CLAIM = "claim"
