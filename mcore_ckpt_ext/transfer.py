@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import TypeAlias
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
@@ -33,8 +33,8 @@ from mcore_ckpt_ext.planning.plan import (
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
-from mcore_ckpt_ext.storage.read_ahead import STORE_BLOCK_BYTES, FileRange, Item
-from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of
+from mcore_ckpt_ext.storage.read_ahead import FileRange, Item
+from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of, ranges_of
 from mcore_ckpt_ext.storage.scaled import ReadCodes, decode, scale_reads
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.tensor_locations import TensorLocations
@@ -118,16 +118,19 @@ class Transfer:
         """
 
         def reads(item: Item) -> Iterator[PlannedRead]:
-            for source, target in targets(item):
-                for plan in plans_of(target, source, accept_lost=True):
-                    yield from plan.reads
+            plans = (plan for source, target in targets(item) for plan in plans_of(target, source, accept_lost=True))
+            return (read for plan in plans for read in plan.reads)
 
         return self._read_ahead(items, reads)
 
     def _read_ahead(self, items: Iterable[Item], reads: Callable[[Item], Iterable[PlannedRead]]) -> Iterator[Item]:
         """Request the ends of archives first: they say where in the archives the elements are."""
-        ends = self._reader.read_ahead(items, lambda item: chain.from_iterable(map(self._ends, reads(item))))
-        return self._reader.read_ahead(ends, lambda item: chain.from_iterable(map(self._ranges, reads(item))))
+
+        def parts(places: Callable[[PlannedRead], Iterable[FileRange]]) -> Callable[[Item], Iterator[FileRange]]:
+            return lambda item: (place for read in reads(item) for place in places(read))
+
+        ends = self._reader.read_ahead(items, parts(lambda read: self._payloads.ends(read.extent)))
+        return self._reader.read_ahead(ends, parts(lambda read: ranges_of(read, self.locate(read.extent))))
 
     def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
         """Compare the checksums of the elements that a plan has just read, if this transfer has checksums.
@@ -194,26 +197,6 @@ class Transfer:
             for block in self.blocks(read):
                 block.rows_of(destination).copy_(block.rows())
         self._stages.wait()
-
-    def _ends(self, read: PlannedRead) -> Sequence[FileRange]:
-        """Return the ranges by which the array of a read is located, unless it has been."""
-        extent = read.extent
-        while isinstance(extent, (ReorderedMatrix, QuantizedMatrix)):
-            extent = extent.stored
-        return self._payloads.ends(extent)
-
-    def _ranges(self, read: PlannedRead) -> Iterator[FileRange]:
-        """Yield the ranges of a read; none if it reads more than its own elements, as of quantized matrices."""
-        payload = self.locate(read.extent)
-        if not is_plain(read, payload):
-            return
-        size = payload.dtype.itemsize
-        for source, _, length, count, stride, _ in read.runs.rows():
-            begin = payload.offset + source * size
-            if stride * size <= STORE_BLOCK_BYTES:
-                yield payload.file, begin, ((count - 1) * stride + length) * size
-            else:
-                yield from ((payload.file, begin + row * stride * size, length * size) for row in range(count))
 
     def _read_staged(self, payload: TensorLocation, runs: Iterable[Run], destination: torch.Tensor) -> None:
         """Read elements to a device through host buffers: one is copied to the device while the next is read."""
@@ -312,19 +295,17 @@ def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def target_of(source: Source, kind: str, wanted: Slice) -> TargetSlice:
+def target_slice(source: Source, kind: str, part: Slice) -> TargetSlice:
     """Return a slice of model space as a target with the tensors of a source.
 
     Raises:
         KeyError: the source does not contain a tensor of it.
     """
-    tensors = {}
-    for region in wanted.regions:
-        tensor = source.logical_tensor(kind, region.name)
-        if tensor is None:
-            raise KeyError(f"no {kind} {region.name} in this checkpoint")
-        tensors[region.name] = tensor
-    return TargetSlice(kind, wanted, tensors)
+    tensors = {region.name: source.logical_tensor(kind, region.name) for region in part.regions}
+    stored = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name in tensors.keys() - stored.keys():
+        raise KeyError(f"no {kind} {name} in this checkpoint")
+    return TargetSlice(kind, part, stored)
 
 
 def read_slice(
@@ -344,7 +325,7 @@ def read_slice(
         ModelMismatchError: the checkpoint does not hold all elements.
         CheckpointError: a file is damaged, or the inputs of derived values are invalid.
     """
-    return read_wanted(source, transfer, target_of(source, kind, wanted), accept_lost, allocate)
+    return read_wanted(source, transfer, target_slice(source, kind, wanted), accept_lost, allocate)
 
 
 def read_wanted(

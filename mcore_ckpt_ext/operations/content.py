@@ -26,7 +26,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Source, TargetSlice
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.manifest import TensorDigest
-from mcore_ckpt_ext.transfer import Transfer, read_slice, target_of
+from mcore_ckpt_ext.transfer import Transfer, read_slice, target_slice
 
 
 @dataclass
@@ -137,7 +137,7 @@ class ContentCheck:
 
         def targets(block: Slice) -> Iterator[tuple[Source, TargetSlice]]:
             for kind in held:
-                yield self._sources[kind], target_of(self._sources[kind], kind, block)
+                yield self._sources[kind], target_slice(self._sources[kind], kind, block)
 
         for target in self._transfer.read_ahead(blocks((region,)), targets):
             values = {kind: self._read(kind, target) for kind in held}

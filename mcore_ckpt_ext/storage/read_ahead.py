@@ -13,15 +13,15 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-STORE_BLOCK_BYTES = 1 << 20
+STORE_BLOCK_BYTES = 1 << 18
 """Smaller ranges come from blocks of this size. The header of an array, too, costs a whole block."""
 PART_BYTES = 4 << 20
 """Larger ranges are requested in parts of this size."""
 REQUESTS = 16
 """The largest number of requests under way: twice as many were no faster from a store that answers after 30 ms."""
-BYTES = 64 << 20
+BYTES = 32 << 20
 """The most bytes that are requested ahead. Beyond it, each thread requests the part that it reads."""
-_BYTES_OF_READER = BYTES // 4
+_BYTES_OF_READER = 16 << 20
 _KEPT_BLOCKS = 64
 
 Item = TypeVar("Item")
@@ -127,10 +127,19 @@ class ReadAhead:
     def _request_of(self, file: str, position: int, end: int, *, is_small: bool) -> _Request:
         """Return the request for a byte, a new one if there is none."""
         with self._lock:
-            for request in self._parts.get(file, ()):
-                if request.start <= position < request.stop:
-                    return request
+            request = self._covering(file, position)
+            if request is not None:
+                return request
             return self._block(file, position // STORE_BLOCK_BYTES) if is_small else self._part(file, position, end)
+
+    def _covering(self, file: str, position: int) -> _Request | None:
+        """Return a request that has been made for a byte."""
+        key = file, position // STORE_BLOCK_BYTES
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        parts = self._parts.get(file, ())
+        return next((request for request in parts if request.start <= position < request.stop), None)
 
     def _request_ahead(self, ranges: Iterable[FileRange]) -> list[_Request]:
         """Request what has not been requested of ranges, as far as the memory allows."""
@@ -151,17 +160,12 @@ class ReadAhead:
         return [self._block(file, number) for number in numbers if (file, number) not in self._blocks]
 
     def _new_parts(self, file: str, start: int, stop: int) -> list[_Request]:
-        """Request the gaps that other requests leave in a range."""
-        new = []
-        position = start
-        for other in sorted(self._parts.get(file, ()), key=lambda request: request.start):
-            if position < other.start < stop:
-                new.append(self._part(file, position, other.start))
-            if other.start < stop:
-                position = max(position, other.stop)
-        if position < stop:
-            new.append(self._part(file, position, stop))
-        return new
+        """Request a range, without what other requests cover at its ends."""
+        while start < stop and (request := self._covering(file, start)) is not None:
+            start = request.stop
+        while start < stop and (request := self._covering(file, stop - 1)) is not None:
+            stop = request.start
+        return [self._part(file, start, stop)] if start < stop else []
 
     def _block(self, file: str, number: int) -> _Request:
         """Return the request for a block; threads that need the same one wait for one request."""

@@ -6,7 +6,15 @@ import threading
 from collections import OrderedDict
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.planning.array_location import ArchivedRecord, ArchivedTensor, PlainExtent, RawArray
+from mcore_ckpt_ext.planning.array_location import (
+    ArchivedRecord,
+    ArchivedTensor,
+    Extent,
+    PlainExtent,
+    QuantizedMatrix,
+    RawArray,
+    ReorderedMatrix,
+)
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.dtypes import dtype_named
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
@@ -57,8 +65,10 @@ class TensorLocations:
                 self._add_checksums(extent, location, self._checksums)
         return location
 
-    def ends(self, extent: PlainExtent) -> list[FileRange]:
+    def ends(self, extent: Extent) -> list[FileRange]:
         """Return what `locate` reads first of an archive, its first and last bytes; nothing if it reads nothing."""
+        while isinstance(extent, (ReorderedMatrix, QuantizedMatrix)):
+            extent = extent.stored
         with self._lock:
             if isinstance(extent, RawArray) or _key_of(extent) in self._locations:
                 return []
