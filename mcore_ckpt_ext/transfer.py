@@ -110,7 +110,7 @@ class Transfer:
     def read_ahead(
         self, items: Iterable[Item], targets: Callable[[Item], Iterable[tuple[Source, TargetSlice]]]
     ) -> Iterator[Item]:
-        """Yield items in their order; of a remote folder, each after the elements of the next ones were requested.
+        """Yield items in their order; of a remote folder, after requests for the elements of the next ones.
 
         Args:
             items: anything; taken one after the other, a few ahead.

@@ -53,7 +53,7 @@ class BlockReader:
         return self._fill_content(record, block, elements)
 
     def read_ahead(self, record: Record, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yield blocks of a record in their order; see `Transfer.read_ahead` for the content of the next ones."""
+        """Yield blocks of a record in their order, as `Transfer.read_ahead` does."""
         return self._transfer.read_ahead(blocks, partial(self._targets_of, record))
 
     def _targets_of(self, record: Record, block: Block) -> Iterator[tuple[Source, TargetSlice]]:

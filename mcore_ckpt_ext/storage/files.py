@@ -104,7 +104,7 @@ class FolderReader:
         return {}
 
     def read_ahead(self, items: Iterable[Item], ranges: Callable[[Item], Iterable[FileRange]]) -> Iterator[Item]:
-        """Yield items in their order; of a remote folder, each after what the next ones read has been requested.
+        """Yield items in their order; of a remote folder, after requests for what the next ones read.
 
         Args:
             items: anything; taken one after the other, a few ahead.

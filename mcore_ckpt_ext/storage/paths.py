@@ -68,7 +68,7 @@ def is_remote(path: object) -> TypeGuard[StorePath]:
 
 
 def list_once(folder: Path) -> Path:
-    """Return a folder for reading it as it is now: a remote store is asked once what it holds."""
+    """Return a folder for reading it as it is now; of a remote one, each folder is listed once."""
     return cast("Path", folder.list_once()) if is_remote(folder) else folder
 
 

@@ -1,7 +1,7 @@
-"""Requests ranges of files in a remote store before they are read, because each answer takes a while to come.
+"""Requests ranges of files in a remote store before they are read.
 
-A reader names what it is about to read (`ReadAhead.over`). Up to `REQUESTS` requests are then under way, of all threads
-together, and their answers take at most `BYTES` of memory until they are read.
+Each answer of a store takes a while to come. A reader names what it is about to read (`ReadAhead.over`). Up to
+`REQUESTS` requests are then under way, of all threads together, and their answers take about `BYTES` of memory.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-STORE_BLOCK_BYTES = 1 << 18
+STORE_BLOCK_BYTES = 1 << 17
 """Smaller ranges come from blocks of this size. The header of an array, too, costs a whole block."""
 PART_BYTES = 4 << 20
 """Larger ranges are requested in parts of this size."""
 REQUESTS = 16
-"""The largest number of requests under way: twice as many were no faster from a store that answers after 30 ms."""
+"""The largest number of requests under way."""
 BYTES = 32 << 20
 """The most bytes that are requested ahead. Beyond it, each thread requests the part that it reads."""
 _BYTES_OF_READER = 16 << 20
-_KEPT_BLOCKS = 64
+_KEPT_BLOCKS = 96
 
 Item = TypeVar("Item")
 FileRange = tuple[str, int, int]

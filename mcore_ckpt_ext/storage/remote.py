@@ -31,7 +31,7 @@ def folder_reader(folder: Path) -> FolderReader:
 
 
 class RemoteFolderReader(FolderReader):
-    """Reads byte ranges of remote files: several at once, and small ones from blocks that are kept for a while."""
+    """Reads byte ranges of remote files, several at once, and small ones from blocks that it keeps."""
 
     checksum_block = PART_BYTES
 

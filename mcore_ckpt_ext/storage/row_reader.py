@@ -111,9 +111,10 @@ class RowReader:
 
 
 def ranges_of(read: PlannedRead, location: TensorLocation) -> Iterator[FileRange]:
-    """Yield the ranges of a file that a read needs, to request them ahead; none of a quantized or reordered array.
+    """Yield the ranges of a file that a read needs, to request them ahead.
 
-    Rows that share the blocks of a store are one range, with the gaps between them.
+    Rows that share blocks of a store are one range, with the gaps between them. None of a quantized or reordered array,
+    of which other elements are read as well.
     """
     size = location.dtype.itemsize
     for source, _, length, count, stride, _ in read.runs.rows() if is_plain(read, location) else ():

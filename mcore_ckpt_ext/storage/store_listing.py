@@ -1,4 +1,4 @@
-"""What a folder of a remote store holds, asked once for each of its folders."""
+"""The content of a folder of a remote store, listed once for each folder in it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 class StoreListing:
-    """The content of a folder that is read, as it was when it was first asked for.
+    """The content of a folder that is read, as it was when it was first listed.
 
-    A store is asked about a file by a request of its own, and about a missing one by two. Here a folder costs one, and
-    what is not in it none; a small file is read once.
+    Whether a store has a file is a request, and two if it has not. Here each folder is one request, and what is not
+    listed is none; a small file is read once.
 
     Args:
         root: the folder.
-        entries_of: asks the store what a folder holds; it raises FileNotFoundError if there is no such folder.
+        entries_of: requests the content of a folder; it raises FileNotFoundError if there is no such folder.
     """
 
     def __init__(self, root: PurePosixPath, entries_of: Callable[[PurePosixPath], Entries]) -> None:
@@ -45,7 +45,7 @@ class StoreListing:
         return self._folders[folder]
 
     def info(self, path: PurePosixPath) -> Mapping[str, Any] | None:
-        """Return the store's information about a file or folder; None if it has to be asked about the folder itself.
+        """Return the store's information about a file or folder; None if only the store has it.
 
         Raises:
             FileNotFoundError: there is none.

@@ -95,7 +95,7 @@ class StorePath:
         return StorePath(self.files, self._root, self._scheme, below, self._listing)
 
     def list_once(self) -> StorePath:
-        """Return this folder for reading it as it is now: the store is asked once what it holds."""
+        """Return this folder for reading it as it is now; each folder in it is listed once."""
         if self._listing is not None:
             return self
         self.files.invalidate_cache(self.key)

@@ -66,7 +66,7 @@ class TensorLocations:
         return location
 
     def ends(self, extent: Extent) -> list[FileRange]:
-        """Return what `locate` reads first of an archive, its first and last bytes; nothing if it reads nothing."""
+        """Return the ranges that `locate` reads first: both ends of an archive, unless it is located."""
         while isinstance(extent, (ReorderedMatrix, QuantizedMatrix)):
             extent = extent.stored
         with self._lock:
