@@ -19,9 +19,9 @@ PART_BYTES = 4 << 20
 """Larger ranges are requested in parts of this size."""
 REQUESTS = 16
 """The largest number of requests under way."""
-BYTES = 32 << 20
+BYTES = 24 << 20
 """The most bytes that are requested ahead. Beyond it, each thread requests the part that it reads."""
-_BYTES_OF_READER = 16 << 20
+_BYTES_OF_READER = BYTES // 2
 _KEPT_BLOCKS = 96
 
 Item = TypeVar("Item")
