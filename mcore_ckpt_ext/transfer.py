@@ -20,11 +20,21 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.array_location import Extent, QuantizedMatrix, ReorderedMatrix
 from mcore_ckpt_ext.planning.overlap import Run, split_runs
-from mcore_ckpt_ext.planning.plan import Derivation, Plan, PlannedRead, Source, TargetSlice, derivation_of, make_plan
+from mcore_ckpt_ext.planning.plan import (
+    Derivation,
+    Plan,
+    PlannedRead,
+    Source,
+    TargetSlice,
+    derivation_of,
+    make_plan,
+    plans_of,
+)
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
-from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of
+from mcore_ckpt_ext.storage.read_ahead import FileRange, Item
+from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of, ranges_of
 from mcore_ckpt_ext.storage.scaled import ReadCodes, decode, scale_reads
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.tensor_locations import TensorLocations
@@ -97,6 +107,31 @@ class Transfer:
             for done in [pool.submit(self._read_all, reads, destinations, on_read) for reads in by_file]:
                 done.result()
 
+    def read_ahead(
+        self, items: Iterable[Item], targets: Callable[[Item], Iterable[tuple[Source, TargetSlice]]]
+    ) -> Iterator[Item]:
+        """Yield items in their order; of a remote folder, after requests for the elements of the next ones.
+
+        Args:
+            items: anything; taken one after the other, a few ahead.
+            targets: returns what is read with an item, each with its source. It is not called for a local folder.
+        """
+
+        def reads(item: Item) -> Iterator[PlannedRead]:
+            plans = (plan for source, target in targets(item) for plan in plans_of(target, source, accept_lost=True))
+            return (read for plan in plans for read in plan.reads)
+
+        return self._read_ahead(items, reads)
+
+    def _read_ahead(self, items: Iterable[Item], reads: Callable[[Item], Iterable[PlannedRead]]) -> Iterator[Item]:
+        """Request the ends of archives first: they say where in the archives the elements are."""
+
+        def parts(places: Callable[[PlannedRead], Iterable[FileRange]]) -> Callable[[Item], Iterator[FileRange]]:
+            return lambda item: (place for read in reads(item) for place in places(read))
+
+        ends = self._reader.read_ahead(items, parts(lambda read: self._payloads.ends(read.extent)))
+        return self._reader.read_ahead(ends, parts(lambda read: ranges_of(read, self.locate(read.extent))))
+
     def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
         """Compare the checksums of the elements that a plan has just read, if this transfer has checksums.
 
@@ -148,7 +183,7 @@ class Transfer:
         return payload.decode(torch.frombuffer(data, dtype=payload.dtype.torch))
 
     def _read_all(self, reads: Sequence[PlannedRead], destinations: Destinations, on_read: OnRead | None) -> None:
-        for read in reads:
+        for read in self._read_ahead(reads, lambda read: [read]):
             destination = destinations[read.target]
             payload = self.locate(read.extent)
             if is_plain(read, payload) and destination.dtype == payload.dtype.torch:
@@ -260,6 +295,19 @@ def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
+def target_slice(source: Source, kind: str, part: Slice) -> TargetSlice:
+    """Return a slice of model space as a target with the tensors of a source.
+
+    Raises:
+        KeyError: the source does not contain a tensor of it.
+    """
+    tensors = {region.name: source.logical_tensor(kind, region.name) for region in part.regions}
+    stored = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name in tensors.keys() - stored.keys():
+        raise KeyError(f"no {kind} {name} in this checkpoint")
+    return TargetSlice(kind, part, stored)
+
+
 def read_slice(
     source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False, allocate: Allocate = _fresh
 ) -> torch.Tensor:
@@ -277,13 +325,7 @@ def read_slice(
         ModelMismatchError: the checkpoint does not hold all elements.
         CheckpointError: a file is damaged, or the inputs of derived values are invalid.
     """
-    tensors = {}
-    for region in wanted.regions:
-        tensor = source.logical_tensor(kind, region.name)
-        if tensor is None:
-            raise KeyError(f"no {kind} {region.name} in this checkpoint")
-        tensors[region.name] = tensor
-    return read_wanted(source, transfer, TargetSlice(kind, wanted, tensors), accept_lost, allocate)
+    return read_wanted(source, transfer, target_slice(source, kind, wanted), accept_lost, allocate)
 
 
 def read_wanted(

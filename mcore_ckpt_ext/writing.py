@@ -31,6 +31,8 @@ FillBlock: TypeAlias = "Callable[[Record, Block, torch.Tensor], Sequence[Piece] 
 It returns the pieces of the block, in bytes, whose checksums are known, or None if there is none.
 """
 
+ReadAhead: TypeAlias = "Callable[[Record, Iterable[Block]], Iterable[Block]]"
+
 
 def lay_out(files: Iterable[OutputFile], folder: Folder) -> None:
     """Create files at their full size and write the bytes that are known already.
@@ -78,11 +80,27 @@ class _Unfinished:
 
 
 class RecordWriter:
-    """Fills records of the files below one folder with several threads."""
+    """Fills records of the files below one folder with several threads.
 
-    def __init__(self, folder: Folder, fill: FillBlock, workers: int, block_bytes: int = BLOCK_BYTES) -> None:
+    Args:
+        folder: the folder.
+        fill: fills a block.
+        workers: the number of threads.
+        block_bytes: the most bytes of a block.
+        read_ahead: yields blocks of a record in their order, and may prepare `fill` for the next ones.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        fill: FillBlock,
+        workers: int,
+        block_bytes: int = BLOCK_BYTES,
+        read_ahead: ReadAhead = lambda record, blocks: blocks,
+    ) -> None:
         self._folder = folder
         self._fill = fill
+        self._read_ahead = read_ahead
         self._workers = workers
         self._block_bytes = block_bytes
         self._files: dict[str, BlockFile] = {}
@@ -177,7 +195,7 @@ class RecordWriter:
         size = ITEM_SIZE[record.dtype]
         try:
             file = self._file(record.file)
-            for block in record.blocks(self._block_bytes, begin, end):
+            for block in self._read_ahead(record, record.blocks(self._block_bytes, begin, end)):
                 if stop.is_set():
                     return None
                 elements = self._room(record, block)

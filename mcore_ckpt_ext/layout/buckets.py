@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -82,6 +82,8 @@ class Placement(NamedTuple):
 
 
 Packing = Mapping[BucketKey, Sequence[Placement]]
+Placed = tuple[BucketKey, Placement]
+"""A bucket and a parameter in it."""
 
 
 SAMPLE = 64
@@ -99,6 +101,9 @@ class SampleReader(Protocol):
 
     def weight(self, regions: tuple[Region, ...], count: int) -> torch.Tensor:
         """Return the first `count` elements of a weight's flattened regions, in the stored dtype."""
+
+    def read_ahead(self, group: OptimizerGroup, placed: Iterable[Placed]) -> Iterator[Placed]:
+        """Yield positions in their order; see `FolderReader.read_ahead` for the samples of the next ones."""
 
 
 def fit_problem(packing: Packing, group: OptimizerGroup) -> str | None:

@@ -205,7 +205,8 @@ def _sample_mismatch(group: OptimizerGroup, packing: Packing, reader: SampleRead
     placed = [(key, placement) for key, placements in packing.items() for placement in placements]
     # The first parameter is compared alone, because it reveals most errors before more is read.
     for begin, end in pairwise((0, *range(1, len(placed), _AT_ONCE), len(placed))):
-        samples = [_Sample.read(group, key, placement, reader) for key, placement in placed[begin:end]]
+        together = reader.read_ahead(group, placed[begin:end])
+        samples = [_Sample.read(group, key, placement, reader) for key, placement in together]
         if samples and not _all_match(samples):
             for sample in samples:
                 if (mismatch := sample.master_check.first_mismatch(sample.master, sample.weight)) is not None:

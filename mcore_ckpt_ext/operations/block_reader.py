@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -14,7 +15,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.reading import with_cache
 from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
-from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
+from mcore_ckpt_ext.planning.plan import Plan, Source, TargetSlice, derivation_of, make_plan, plans_of
 from mcore_ckpt_ext.planning.write_plan import Block, QuantizedOutput, Record, WriteItem
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.crc32 import Piece
@@ -50,6 +51,18 @@ class BlockReader:
             self._fill_quantized(record.quantized, block, elements)
             return []
         return self._fill_content(record, block, elements)
+
+    def read_ahead(self, record: Record, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Yield blocks of a record in their order, as `Transfer.read_ahead` does."""
+        return self._transfer.read_ahead(blocks, partial(self._targets_of, record))
+
+    def _targets_of(self, record: Record, block: Block) -> Iterator[tuple[Source, TargetSlice]]:
+        """Yield what `fill` reads of a block, except what it arranges in another order or quantizes."""
+        for placed in block.content if record.quantized is None else ():
+            if placed.order is None:
+                yield self._source, placed.wanted
+                if placed.wanted.kind == FP32_PARAM and not self._derives_weights:
+                    yield self._source, self._weights_of(placed.wanted)
 
     def note_written(self, record: Record) -> None:
         """Note the source records of an output record that an earlier run wrote, for `finish` to verify.
@@ -141,10 +154,10 @@ class BlockReader:
         room.copy_(ordered[reading.before : reading.before + room.numel()])
 
     def _prove(self, target: TargetSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
-        tensors = {name: self._weight(name, tensor) for name, tensor in target.tensors.items()}
-        dtype = next(iter(tensors.values())).dtype
+        weight_target = self._weights_of(target)
+        dtype = next(iter(weight_target.tensors.values())).dtype
         weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))
-        weight_plan = make_plan([replace(target, kind=WEIGHT, tensors=tensors)], self._source)
+        weight_plan = make_plan([weight_target], self._source)
         self._transfer.execute(weight_plan, [weights])
         for fill in plan.fills:
             if fill.target == index:
@@ -158,6 +171,11 @@ class BlockReader:
         )
         with self._lock:
             self.proven += masters.numel()
+
+    def _weights_of(self, masters: TargetSlice) -> TargetSlice:
+        """Return the weights of the same elements."""
+        tensors = {name: self._weight(name, tensor) for name, tensor in masters.tensors.items()}
+        return replace(masters, kind=WEIGHT, tensors=tensors)
 
     def _weight(self, name: str, master: LogicalTensor) -> LogicalTensor:
         """Return the weight of a master, in the shape that the target requires."""

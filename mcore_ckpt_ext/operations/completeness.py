@@ -36,7 +36,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, FolderIndex, check_plans
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.paths import entry_names
+from mcore_ckpt_ext.storage.paths import entry_names, list_once
 
 # Files that a folder of unrecognized format lacks: it is an unfinished save of `torch_dist`.
 _OF_UNFINISHED = (CONFIG_FILE, METADATA_FILE)
@@ -66,6 +66,7 @@ def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedChec
     Raises:
         UnreadableCheckpointError: there is no checkpoint, not even a part of one.
     """
+    path = list_once(path)
     check_folder_exists(path)
     iterations = iteration_folders(path)
     if tracker := read_tracker(path / TRACKER_FILE):

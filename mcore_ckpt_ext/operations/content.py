@@ -22,11 +22,11 @@ from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Source, TargetSlice
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.manifest import TensorDigest
-from mcore_ckpt_ext.transfer import Transfer, read_slice
+from mcore_ckpt_ext.transfer import Transfer, read_slice, target_slice
 
 
 @dataclass
@@ -134,7 +134,12 @@ class ContentCheck:
             if self._digest_tensors
         }
         master_check = check_at_stored_scales(self.checkpoint, [name], self.checkpoint.job.master_check, self._transfer)
-        for target in blocks((region,)):
+
+        def targets(block: Slice) -> Iterator[tuple[Source, TargetSlice]]:
+            for kind in held:
+                yield self._sources[kind], target_slice(self._sources[kind], kind, block)
+
+        for target in self._transfer.read_ahead(blocks((region,)), targets):
             values = {kind: self._read(kind, target) for kind in held}
             for kind, block in values.items():
                 count_values(kind, block, tallies[kind])

@@ -39,6 +39,7 @@ from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.write_plan import Output
 from mcore_ckpt_ext.storage.file_digests import with_digests
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
+from mcore_ckpt_ext.storage.read_ahead import PART_BYTES
 from mcore_ckpt_ext.targets import Target, target_of
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
@@ -216,7 +217,8 @@ class _Conversion:
     @cached_property
     def block_bytes(self) -> int:
         """The largest size of a block, of which a worker has several at once."""
-        largest = BLOCK_BYTES if _reorders_elements(self.checkpoint, self.output) else _CACHED_BYTES
+        cached = PART_BYTES if is_remote(self.checkpoint.files.folder) else _CACHED_BYTES
+        largest = BLOCK_BYTES if _reorders_elements(self.checkpoint, self.output) else cached
         memory_of_worker = self.options.memory_limit // self.options.workers
         return max(_LEAST_BLOCK_BYTES, min(largest, memory_of_worker // _BLOCKS_AT_ONCE))
 

@@ -67,7 +67,9 @@ class LocalExecution:
 
         Records that an interrupted run finished are only checked.
         """
-        writer = RecordWriter(self._publication.content, reader.fill, self._workers, self._block_bytes)
+        writer = RecordWriter(
+            self._publication.content, reader.fill, self._workers, self._block_bytes, reader.read_ahead
+        )
         done = self._publication.finished_records()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
 
@@ -150,7 +152,7 @@ class RemoteExecution:
         folder: Folder,
     ) -> None:
         lay_out([file], folder)
-        writer = RecordWriter(folder, reader.fill, self._workers, self._block_bytes)
+        writer = RecordWriter(folder, reader.fill, self._workers, self._block_bytes, reader.read_ahead)
         writer.write(records, lambda number, crc: None, counter.add)
 
     def _put(self, file: OutputFile) -> None:

@@ -5,7 +5,7 @@ A format lists its flat arrays; the positions of parameters in them are recovere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -26,16 +26,15 @@ from mcore_ckpt_ext.layout.packing_recovery import (
 )
 from mcore_ckpt_ext.layout.packing_search import irregularity
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, LogicalTensor
 from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts
 from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
+from mcore_ckpt_ext.optimizers.flat_samples import FlatSamples
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.stored_scales import check_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
-from mcore_ckpt_ext.transfer import Transfer, read_slice
+from mcore_ckpt_ext.transfer import Transfer
 
 
 class FlatBuffers(OptimizerState):
@@ -62,6 +61,7 @@ class FlatBuffers(OptimizerState):
         self._places: dict[str, list[tuple[Mapping[tuple[BucketKey, str], FlatArray], BucketKey, Placement]]] = {}
         self._state = state
         self.arrays = state.arrays
+        self._samples = FlatSamples(state.arrays, weights, transfer, master_check)
         self.kinds = tuple(dict.fromkeys(kind for arrays_of in self.arrays.values() for _, kind in arrays_of))
         self.groups = {key: self._group(*key) for key in sorted(self.arrays)}
 
@@ -208,7 +208,7 @@ class FlatBuffers(OptimizerState):
                 )
                 self._recovered[key] = replace(recovered, sidecar_problem=stale)
             else:
-                self._recovered[key] = recover_packing(group, self.models, self._proposals(), self)
+                self._recovered[key] = recover_packing(group, self.models, self._proposals(), self._samples)
         return self._recovered[key]
 
     def order_sources(self) -> list[str]:
@@ -242,28 +242,6 @@ class FlatBuffers(OptimizerState):
             for region in placement.regions
         }
         return list(names)
-
-    def master_check(self, names: Iterable[str]) -> MasterCheck:
-        """Return the master check for the masters of parameters."""
-        return check_at_stored_scales(self._weights, names, self._master_check, self.transfer)
-
-    def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
-        """Return `count` fp32 masters from element `start` of a bucket."""
-        source = self.arrays[group.child, group.index][key, FP32_PARAM].around(start, start + count)
-        first = source.pieces[0] if source.pieces else None
-        if first is not None and first.start <= start and start + count <= first.stop:
-            return self.transfer.elements(first.extent, first.first + start - first.start, count)
-        whole = Region.whole("masters", (source.numel,))
-        return read_slice(source, self.transfer, FP32_PARAM, Slice((whole,), start, start + count))
-
-    def weight(self, regions: tuple[Region, ...], count: int) -> torch.Tensor:
-        """Return the first `count` elements of a weight's flattened regions, in the stored dtype."""
-        whole = Slice.whole(regions[:1])
-        if count <= whole.stop:
-            for stored in self._weights.stored_slices("weight", regions[0].name):
-                if stored.slice == whole:
-                    return self.transfer.elements(stored.extent, stored.first, count)
-        return read_slice(self._weights, self.transfer, "weight", Slice(regions, 0, count))
 
     @cached_property
     def _groups_by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:

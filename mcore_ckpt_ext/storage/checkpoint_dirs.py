@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some
 from mcore_ckpt_ext.job.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.checked_files import read_start
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
-from mcore_ckpt_ext.storage.paths import entry_names, is_remote
+from mcore_ckpt_ext.storage.paths import entry_names, is_remote, list_once
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
@@ -130,6 +130,7 @@ def iteration_folder(path: Path) -> Path:
     Raises:
         UnreadableCheckpointError: the folder does not exist, or the tracker names none that does.
     """
+    path = list_once(path)
     check_folder_exists(path)
     tracker = read_tracker(path / TRACKER_FILE)
     if tracker is None:

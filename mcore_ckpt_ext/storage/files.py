@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,13 +18,13 @@ from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unread
 from mcore_ckpt_ext.storage.checked_files import open_file, readable_sizes
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.direct_reads import WORTH, DirectDescriptor, DirectReads
+from mcore_ckpt_ext.storage.read_ahead import FileRange, Item
 
 # A zarr array has a file for each chunk, and by default a process may open 1024 files. A command reads two folders at
 # once, and each file through up to two descriptors.
 _OPEN_FILES = 128
 # Buffers per call of preadv(2): IOV_MAX of Linux.
 _MOST_BUFFERS = 1024
-_CHECKSUM_BLOCK = 1 << 19  # fits the cache of a processor core
 
 
 class _Descriptor:
@@ -54,6 +54,9 @@ def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointErr
 
 class FolderReader:
     """Reads byte ranges of the files below a folder, and keeps the last files open. It is thread-safe."""
+
+    checksum_block = 1 << 19
+    """Bytes that `checksum` reads at once: they fit the cache of a processor core."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,6 +102,16 @@ class FolderReader:
         with suppress(OSError):
             return readable_sizes(self.folder)
         return {}
+
+    def read_ahead(self, items: Iterable[Item], ranges: Callable[[Item], Iterable[FileRange]]) -> Iterator[Item]:
+        """Yield items in their order; of a remote folder, after requests for what the next ones read.
+
+        Args:
+            items: anything; taken one after the other, a few ahead.
+            ranges: returns the ranges within their files that an item reads: the file, the first byte, the length. It
+                is not called for a local folder. Its errors are raised.
+        """
+        return iter(items)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) from `offset` of `file`.
@@ -183,14 +196,16 @@ class FolderReader:
 
     def checksum(self, file: str, offset: int, count: int) -> int:
         """Return the CRC-32 of `count` bytes; raises as `read_into` does."""
-        memory = memoryview(bytearray(min(_CHECKSUM_BLOCK, count)))
+        memory = memoryview(bytearray(min(self.checksum_block, count)))
+        blocks = (
+            (file, start, min(len(memory), offset + count - start))
+            for start in range(offset, offset + count, self.checksum_block)
+        )
         crc = 0
-        done = 0
-        while done < count:
-            block = memory[: count - done]
-            self.read_into(file, offset + done, block)
+        for _, start, length in self.read_ahead(blocks, lambda block: [block]):
+            block = memory[:length]
+            self.read_into(file, start, block)
             crc = crc32(block, crc)
-            done += len(block)
         return crc
 
     def _descriptor(self, file: str) -> _Descriptor:

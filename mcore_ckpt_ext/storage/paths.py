@@ -67,6 +67,11 @@ def is_remote(path: object) -> TypeGuard[StorePath]:
     return isinstance(path, StorePath)
 
 
+def list_once(folder: Path) -> Path:
+    """Return a folder for reading it as it is now; of a remote one, each folder is listed once."""
+    return cast("Path", folder.list_once()) if is_remote(folder) else folder
+
+
 def entry_names(folder: Path) -> list[str]:
     """Return the names of the files and folders in a local or remote folder.
 

@@ -7,9 +7,7 @@ import hashlib
 import json
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
 
@@ -19,12 +17,10 @@ from mcore_ckpt_ext.errors import DestinationError, StorageError, unreadable_fil
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
 from mcore_ckpt_ext.storage.paths import file_sizes, is_remote
-from mcore_ckpt_ext.storage.store_path import StoreFile, StorePath
+from mcore_ckpt_ext.storage.read_ahead import PART_BYTES, FileRange, Item, ReadAhead
+from mcore_ckpt_ext.storage.store_file import StoreFile
+from mcore_ckpt_ext.storage.store_path import StorePath
 
-BLOCK_BYTES = 1 << 20
-"""Smaller ranges come from blocks of this size. The header of an array, too, costs a whole block."""
-_PART_BYTES = 4 << 20
-_KEPT_BLOCKS = 64
 _JOURNAL = "journal"
 _CLAIM = "claim"
 
@@ -35,14 +31,16 @@ def folder_reader(folder: Path) -> FolderReader:
 
 
 class RemoteFolderReader(FolderReader):
-    """Reads byte ranges of remote files; small ranges come from cached blocks to save requests."""
+    """Reads byte ranges of remote files, several at once, and small ones from blocks that it keeps."""
+
+    checksum_block = PART_BYTES
 
     def __init__(self, folder: StorePath) -> None:
         super().__init__(cast("Path", folder))
         self._store_folder = folder
         self._sizes: dict[str, int] = {}
-        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._guard = threading.Lock()
+        self._requests = ReadAhead(self._fetch)
 
     @override
     def past_cache(self) -> FolderReader:
@@ -64,22 +62,15 @@ class RemoteFolderReader(FolderReader):
         return self._sizes
 
     @override
+    def read_ahead(self, items: Iterable[Item], ranges: Callable[[Item], Iterable[FileRange]]) -> Iterator[Item]:
+        return self._requests.over(items, ranges)
+
+    @override
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         end = offset + len(buffer)
         if end > self.size(file):
             raise cut_short(self.folder / file, self.size(file), end)
-        if len(buffer) >= BLOCK_BYTES:
-            done = 0
-            for part in self._path(file).read_range(offset, end, _PART_BYTES):
-                buffer[done : done + len(part)] = part
-                done += len(part)
-        else:
-            for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-                begin = number * BLOCK_BYTES
-                block = self._block(file, number)
-                low = max(offset, begin)
-                high = min(end, begin + len(block))
-                buffer[low - offset : high - offset] = block[low - begin : high - begin]
+        self._requests.fill(file, offset, buffer)
         with self._guard:
             self.bytes_read += len(buffer)
 
@@ -96,39 +87,14 @@ class RemoteFolderReader(FolderReader):
             offset += len(buffer)
 
     def close(self) -> None:
-        """Drop the cached blocks."""
-        with self._guard:
-            self._blocks.clear()
+        """Drop what was requested."""
+        self._requests.close()
 
     def _path(self, file: str) -> StorePath:
         return self._store_folder / checked_name(file, self.folder)
 
-    def _block(self, file: str, number: int) -> bytes:
-        """Return a block; threads that need the same one wait for one request."""
-        key = file, number
-        with self._guard:
-            block = self._blocks.get(key)
-            is_requested = block is not None
-            if block is None:
-                block = self._blocks[key] = Future()
-                if len(self._blocks) > _KEPT_BLOCKS:
-                    self._blocks.popitem(last=False)
-            self._blocks.move_to_end(key)
-        if not is_requested:
-            self._request(key, block)
-        return block.result()
-
-    def _request(self, key: tuple[str, int], block: Future[bytes]) -> None:
-        file, number = key
-        begin = number * BLOCK_BYTES
-        try:
-            (data,) = self._path(file).read_range(begin, min(begin + BLOCK_BYTES, self.size(file)), BLOCK_BYTES)
-        except BaseException as error:  # noqa: BLE001 - an interrupt, too, must not leave other threads waiting
-            with self._guard:
-                self._blocks.pop(key, None)
-            block.set_exception(error)
-        else:
-            block.set_result(data)
+    def _fetch(self, file: str, start: int, stop: int) -> bytes:
+        return self._path(file).read_range(start, min(stop, self.size(file)))
 
 
 class Upload:
@@ -312,7 +278,7 @@ class Upload:
 def _size_and_crc(stream: IO[bytes] | StoreFile) -> list[int]:
     size = 0
     crc = 0
-    while block := stream.read(_PART_BYTES):
+    while block := stream.read(PART_BYTES):
         size = size + len(block)
         crc = crc32(block, crc)
     return [size, crc]

@@ -8,7 +8,10 @@ from itertools import islice
 
 from mcore_ckpt_ext.lazy_torch import numpy, torch
 from mcore_ckpt_ext.planning.overlap import Run, split_runs
+from mcore_ckpt_ext.planning.plan import PlannedRead
+from mcore_ckpt_ext.storage.checksums import is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.read_ahead import STORE_BLOCK_BYTES, FileRange
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 
 # Gaps between rows are read as well if they are smaller than a page: this touches no further page, and copying costs
@@ -105,6 +108,21 @@ class RowReader:
         if buffer is None or len(buffer) < nbytes:
             buffer = self._scratch.memory = memoryview(bytearray(max(nbytes, _SCRATCH_BYTES)))
         return buffer
+
+
+def ranges_of(read: PlannedRead, location: TensorLocation) -> Iterator[FileRange]:
+    """Yield the ranges of a file that a read needs, to request them ahead.
+
+    Rows that share blocks of a store are one range, with the gaps between them. None of a quantized or reordered array,
+    of which other elements are read as well.
+    """
+    size = location.dtype.itemsize
+    for source, _, length, count, stride, _ in read.runs.rows() if is_plain(read, location) else ():
+        begin = location.offset + source * size
+        if stride * size <= STORE_BLOCK_BYTES:
+            yield location.file, begin, ((count - 1) * stride + length) * size
+        else:
+            yield from ((location.file, begin + row * stride * size, length * size) for row in range(count))
 
 
 def are_read_together(length: int, count: int, stride: int, size: int) -> bool:

@@ -6,8 +6,6 @@ Some of fsspec's methods hide errors, so that a store that does not answer looks
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,11 +13,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from typing_extensions import Buffer, override
+from typing_extensions import override
 
 from mcore_ckpt_ext.errors import StorageError, UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.multipart import upload_options
 from mcore_ckpt_ext.storage.store_errors import raise_unless_missing, translate_errors
+from mcore_ckpt_ext.storage.store_file import StoreFile
+from mcore_ckpt_ext.storage.store_listing import Entries, StoreListing
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
@@ -40,13 +40,17 @@ class StorePath:
         root: how all paths begin for this file system, such as the empty text for `bucket/run`.
         scheme: how they begin for people, such as `s3://`.
         below: the rest of the path.
+        listing: what a folder holds that contains the path; questions about it make no request.
     """
 
-    def __init__(self, files: Any, root: str, scheme: str, below: PurePosixPath) -> None:
+    def __init__(
+        self, files: Any, root: str, scheme: str, below: PurePosixPath, listing: StoreListing | None = None
+    ) -> None:
         self.files = files
         self._root = root
         self._scheme = scheme
         self._below = below
+        self._listing = listing if listing is not None and listing.covers(below) else None
 
     @classmethod
     def of(cls, address: str) -> StorePath:
@@ -88,7 +92,15 @@ class StorePath:
         return cls(files, root, scheme, PurePosixPath(*common))
 
     def _with_below(self, below: PurePosixPath) -> StorePath:
-        return StorePath(self.files, self._root, self._scheme, below)
+        return StorePath(self.files, self._root, self._scheme, below, self._listing)
+
+    def list_once(self) -> StorePath:
+        """Return this folder for reading it as it is now; each folder in it is listed once."""
+        if self._listing is not None:
+            return self
+        self.files.invalidate_cache(self.key)
+        listing = StoreListing(self._below, lambda folder: self._with_below(folder)._request_entries())
+        return StorePath(self.files, self._root, self._scheme, self._below, listing)
 
     @property
     def key(self) -> str:
@@ -169,6 +181,8 @@ class StorePath:
 
     def _info(self) -> Mapping[str, Any]:
         with translate_errors(self):
+            if self._listing is not None and (about := self._listing.info(self._below)) is not None:
+                return about
             info: Mapping[str, Any] = self.files.info(self.key)
         return info
 
@@ -194,12 +208,17 @@ class StorePath:
         """Return size and time of a file."""
         return _status(self._info())
 
+    def _request_entries(self) -> Entries:
+        with translate_errors(self):
+            listed = self.files.ls(self.key, detail=True)
+        names = ((str(about["name"]).rstrip("/"), about) for about in listed)
+        return {name.rpartition("/")[2]: about for name, about in names if name != self.key}
+
     def _entries(self) -> list[tuple[StorePath, bool]]:
         """Return what a folder holds, each with True for a folder."""
         with translate_errors(self):
-            listed = self.files.ls(self.key, detail=True)
-        names = ((str(about["name"]).rstrip("/"), about["type"] == "directory") for about in listed)
-        return [(self / name.rpartition("/")[2], is_folder) for name, is_folder in names if name != self.key]
+            entries = self._request_entries() if self._listing is None else self._listing.entries(self._below)
+        return [(self / name, about["type"] == "directory") for name, about in entries.items()]
 
     def iterdir(self) -> Iterator[StorePath]:
         """Yield the files and folders of a folder."""
@@ -234,7 +253,9 @@ class StorePath:
 
     def files_below(self) -> dict[str, StoreStatus]:
         """Return size and time of each file below a folder, by its path in the folder."""
-        return {name: _status(about) for name, about in self.find().items()}
+        entries = {} if self._listing is None else self._listing.entries(self._below)
+        is_flat = entries and all(about["type"] == "file" for about in entries.values())
+        return {name: _status(about) for name, about in (entries if is_flat else self.find()).items()}
 
     def open(self, mode: str = "rb") -> StoreFile:
         """Open a file for reading its bytes."""
@@ -243,30 +264,31 @@ class StorePath:
         with translate_errors(self):
             return StoreFile(self.files.open(self.key, "rb"), str(self))
 
-    def read_range(self, begin: int, end: int, at_once: int) -> list[bytes]:
-        """Return the bytes of a range of a file, in parts of at most `at_once` bytes.
-
-        The parts are requested at the same time where the store's library can: each answer takes a while to come.
-        """
-        starts = list(range(begin, end, at_once))
-        ends = [min(start + at_once, end) for start in starts]
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Return bytes `[start, stop)` of a file, by one request."""
         with translate_errors(self):
-            parts: list[bytes] = self.files.cat_ranges([self.key] * len(starts), starts, ends, on_error="raise")
-        for start, stop, part in zip(starts, ends, parts, strict=True):
-            if len(part) != stop - start:
-                raise StorageError(
-                    "the remote store returned another number of bytes than was requested",
-                    found=f"{len(part):,} bytes",
-                    expected=f"{stop - start:,} bytes from byte {start:,}",
-                    where=str(self),
-                    hint="try again; if it fails again, the file changes while it is read",
-                )
-        return parts
+            data: bytes = self.files.cat_file(self.key, start=start, end=stop)
+        if len(data) != stop - start:
+            raise StorageError(
+                "the remote store returned another number of bytes than was requested",
+                found=f"{len(data):,} bytes",
+                expected=f"{stop - start:,} bytes from byte {start:,}",
+                where=str(self),
+                hint="try again; if it fails again, the file changes while it is read",
+            )
+        return data
 
     def read_bytes(self) -> bytes:
         """Return the bytes of a file."""
         with translate_errors(self):
-            data: bytes = self.files.cat_file(self.key)
+            return (
+                self._request_bytes()
+                if self._listing is None
+                else self._listing.content(self._below, self._request_bytes)
+            )
+
+    def _request_bytes(self) -> bytes:
+        data: bytes = self.files.cat_file(self.key)
         return data
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -301,44 +323,6 @@ class StorePath:
     def forget_cache(self) -> None:
         """Forget listings, which may be older than the writes of other processes."""
         self.files.invalidate_cache()
-
-
-class StoreFile(io.RawIOBase):
-    """A file of a store, open for reading; errors of the store's library are translated."""
-
-    def __init__(self, opened: Any, where: str) -> None:
-        self._opened = opened
-        self._where = where
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        return int(self._opened.seek(position, whence))
-
-    @override
-    def tell(self) -> int:
-        return int(self._opened.tell())
-
-    @override
-    def readinto(self, buffer: Buffer) -> int:
-        memory = memoryview(buffer).cast("B")
-        with translate_errors(self._where):
-            data = self._opened.read(len(memory))
-        memory[: len(data)] = data
-        return len(data)
-
-    @override
-    def close(self) -> None:
-        if not self.closed:
-            self._opened.close()
-        super().close()
 
 
 def _status(about: Mapping[str, Any]) -> StoreStatus:

@@ -6,14 +6,23 @@ import threading
 from collections import OrderedDict
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.planning.array_location import ArchivedRecord, ArchivedTensor, PlainExtent, RawArray
+from mcore_ckpt_ext.planning.array_location import (
+    ArchivedRecord,
+    ArchivedTensor,
+    Extent,
+    PlainExtent,
+    QuantizedMatrix,
+    RawArray,
+    ReorderedMatrix,
+)
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.dtypes import dtype_named
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder
+from mcore_ckpt_ext.storage.read_ahead import FileRange
 from mcore_ckpt_ext.storage.tensor_location import ArchiveTemplate, TensorLocation
 from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, StorageReference, TensorReference
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.storage.torch_archive import END_BYTES, TorchArchive
 
 _OPEN_ARCHIVES = 32
 # Archives of one size have few shapes, and a model has few sizes.
@@ -44,7 +53,7 @@ class TensorLocations:
         Raises:
             UnreadableCheckpointError: the stored array is not the one that the metadata describes.
         """
-        key = (extent.file, extent.offset, extent.record if isinstance(extent, ArchivedRecord) else "")
+        key = _key_of(extent)
         with self._lock:
             location = self._locations.get(key)
         if location is None:
@@ -55,6 +64,16 @@ class TensorLocations:
             if is_new and self._checksums is not None:
                 self._add_checksums(extent, location, self._checksums)
         return location
+
+    def ends(self, extent: Extent) -> list[FileRange]:
+        """Return the ranges that `locate` reads first: both ends of an archive, unless it is located."""
+        while isinstance(extent, (ReorderedMatrix, QuantizedMatrix)):
+            extent = extent.stored
+        with self._lock:
+            if isinstance(extent, RawArray) or _key_of(extent) in self._locations:
+                return []
+        count = min(END_BYTES, extent.length)
+        return [(extent.file, start, count) for start in (extent.offset, extent.offset + extent.length - count)]
 
     def _add_checksums(self, extent: PlainExtent, location: TensorLocation, checksums: Checksums) -> None:
         """Register the records of an array, so that their checksums are compared."""
@@ -124,6 +143,10 @@ class TensorLocations:
             if location is not None and location.shape == extent.shape:
                 return location
         return None
+
+
+def _key_of(extent: PlainExtent) -> tuple[str, int, str]:
+    return extent.file, extent.offset, extent.record if isinstance(extent, ArchivedRecord) else ""
 
 
 def _check_shape(location: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:

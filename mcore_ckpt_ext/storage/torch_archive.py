@@ -31,7 +31,8 @@ from mcore_ckpt_ext.storage.zip_directory import Record, plain_directory
 
 # Local file header of a record (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_END = 4096
+END_BYTES = 4096
+"""Bytes that are read first at each end of an archive."""
 _SHORT = 64
 _TENSOR = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
 _SMALL = 512
@@ -89,10 +90,10 @@ class TorchArchive:
 
     def _read_ends(self) -> tuple[tuple[int, bytes], ...]:
         """Return the first and the last bytes of the archive, each with their position."""
-        if self._length <= 2 * _END:
+        if self._length <= 2 * END_BYTES:
             return ((0, self._reader.read(self._file, self._offset, self._length)),)
-        tail = self._length - _END
-        front, back = (self._reader.read(self._file, self._offset + at, _END) for at in (0, tail))
+        tail = self._length - END_BYTES
+        front, back = (self._reader.read(self._file, self._offset + at, END_BYTES) for at in (0, tail))
         return (0, front), (tail, back)
 
     def _read(self, position: int, count: int) -> bytes:

@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout import packing_recovery
-from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placed, Placement
 from mcore_ckpt_ext.layout.master_check import (
     BY_EITHER_ROUNDING,
     BY_ROUNDING,
@@ -329,6 +329,9 @@ class Samples:
         number = int(regions[0].name)
         self.asked.append(number)
         return torch.zeros(count, dtype=torch.float16 if self.mixed and number % 2 else torch.bfloat16)
+
+    def read_ahead(self, group: OptimizerGroup, placed: Iterable[Placed]) -> Iterator[Placed]:
+        return iter(placed)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mcore_ckpt_ext.errors import StorageError
-from mcore_ckpt_ext.storage.remote import BLOCK_BYTES, RemoteFolderReader
+from mcore_ckpt_ext.storage.read_ahead import STORE_BLOCK_BYTES as BLOCK_BYTES
+from mcore_ckpt_ext.storage.remote import RemoteFolderReader
 from mcore_ckpt_ext.storage.store_path import StorePath
 
 SIZE = 2 * BLOCK_BYTES + 4_321
@@ -35,14 +36,14 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def replace_requests(monkeypatch: pytest.MonkeyPatch, note: Callable[[int, int], object]) -> None:
     read = StorePath.read_range
 
-    def read_range(path: StorePath, begin: int, end: int, at_once: int) -> list[bytes]:
+    def read_range(path: StorePath, begin: int, end: int) -> bytes:
         note(begin, end)
-        return read(path, begin, end, at_once)
+        return read(path, begin, end)
 
     monkeypatch.setattr(StorePath, "read_range", read_range)
 
 
-@pytest.mark.parametrize(("offset", "count"), [(7, 1 << 20), (BLOCK_BYTES - 5, BLOCK_BYTES + 9), (1, SIZE - 1)])
+@pytest.mark.parametrize(("offset", "count"), [(7, BLOCK_BYTES), (BLOCK_BYTES - 5, BLOCK_BYTES + 9), (1, SIZE - 1)])
 def test_a_large_range_is_requested_alone(
     offset: int, count: int, folder: StorePath, requested: list[tuple[int, int]]
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_block_is_requested_again_after_an_error(folder: StorePath, monkeypatc
     reader = RemoteFolderReader(folder)
     with monkeypatch.context() as failing:
         failing.setattr(
-            "fsspec.implementations.memory.MemoryFileSystem.cat_ranges",
+            "fsspec.implementations.memory.MemoryFileSystem.cat_file",
             lambda *_, **__: (_ for _ in ()).throw(ConnectionError("broken")),
         )
         with pytest.raises(StorageError, match="broken"):
