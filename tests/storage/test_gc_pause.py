@@ -1,0 +1,29 @@
+"""Test that the collector is paused, and that it does not scan afterwards what was created in the meantime."""
+
+from __future__ import annotations
+
+import gc
+
+from mcore_ckpt_ext.storage.gc_pause import collector_paused
+
+
+def test_objects_of_a_pause_are_old_after_it() -> None:
+    gc.collect()
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            made: list[object] = [[] for _ in range(5000)]
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert not any(other is made for other in gc.get_objects(generation=0))
+    assert any(other is made for other in gc.get_objects(generation=2))
+
+
+def test_a_disabled_collector_stays_disabled() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
