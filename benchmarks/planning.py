@@ -110,9 +110,8 @@ def hand_over(run: Path, way: Connection) -> None:
     """Do the first rank's work before the others': read the index, check that all files exist, and send it."""
     begun, busy = time.monotonic(), time.process_time()
     arguments = argparse.Namespace(load=str(run), ckpt_step=None)
-    data = agree_here(
-        "looking", lambda: pickle.dumps(probe_checkpoint(arguments, "load", str(run), shares_index=True).index)
-    )
+    probe = agree_here("looking", lambda: probe_checkpoint(arguments, "load", str(run), shares_index=True))
+    data = pickle.dumps(probe.index)  # the first rank goes on with the rest, which is not freed
     way.send((time.monotonic() - begun, time.process_time() - busy, resident("VmHWM")))
     way.send_bytes(data)
 

@@ -67,13 +67,13 @@ def account_of(
     names = {item.key for item in unread}
     left: dict[str, int] = {}
     keys: dict[str, set[str]] = {}
-    for part in checkpoint.files.stored_parts():
-        if names and not names.isdisjoint((part.tensor, part.tensor.rpartition("/shard_")[0])):
+    for parts in checkpoint.files.stored_parts():
+        if names and not names.isdisjoint((parts.tensor, parts.tensor.rpartition("/shard_")[0])):
             continue
-        if leaves_out(part.kind):
-            left[part.kind] = left.get(part.kind, 0) + part.nbytes
+        if leaves_out(parts.kind):
+            left[parts.kind] = left.get(parts.kind, 0) + sum(nbytes for _, nbytes in parts.places)
         else:
-            keys.setdefault(part.kind, set()).add(part.tensor)
+            keys.setdefault(parts.kind, set()).add(parts.tensor)
     known_by_form = sum(item.key in described for item in unread)
     objects = len(keys.pop(OTHER, ()))
     read = sum(map(len, keys.values()))

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from mcore_ckpt_ext.formats.description import stored_arguments
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -63,7 +63,7 @@ class Files:
         transfer: reads tensors from them.
         archives: all torch archives as (file, offset, length).
         checked_arrays: all raw arrays in a file that have a known checksum.
-        stored_parts: every stored part of every array and object, from metadata alone.
+        stored_parts: the stored parts of every array and object, from metadata alone.
         unread: returns stored keys that this package ignores.
         auxiliary_files: small files that belong to the model, such as its tokenizer, by name.
         auxiliary_files_below: the subfolder of the checkpoint that contains them; empty for the checkpoint itself.
@@ -74,7 +74,7 @@ class Files:
     transfer: Transfer
     archives: Callable[[], Iterator[tuple[str, int, int]]]
     checked_arrays: Callable[[], Iterator[RawArray]]
-    stored_parts: Callable[[], Iterator[StoredPart]]
+    stored_parts: Callable[[], Iterator[StoredParts]]
     unread: UnreadKeys
     auxiliary_files: Callable[[], dict[str, bytes]]
     auxiliary_files_below: str

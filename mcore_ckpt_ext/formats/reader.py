@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.traits import FormatTraits
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
@@ -280,17 +280,17 @@ class FormatReader(FormatTraits, ABC):
         """Return evidence of the order in which this model's parameters were registered."""
         return self._extra_parameter_orders
 
-    def stored_parts(self) -> Iterator[StoredPart]:
-        """Yield every stored part of every array and object, from metadata alone."""
+    def stored_parts(self) -> Iterator[StoredParts]:
+        """Yield the stored parts of every array and object, from metadata alone."""
         return self.parts_of(self.view.kinds())
 
-    def parts_of(self, kinds: Iterable[str]) -> Iterator[StoredPart]:
-        """Yield every slice of every tensor of some kinds."""
+    def parts_of(self, kinds: Iterable[str]) -> Iterator[StoredParts]:
+        """Yield the slices of every tensor of some kinds."""
         for kind in kinds:
             for name in self.view.names(kind):
-                for stored in self.view.stored_slices(kind, name):
-                    nbytes = stored.slice.numel * ITEM_SIZE[stored.extent.dtype]
-                    yield StoredPart(stored.extent.file, kind, name, nbytes)
+                if slices := self.view.stored_slices(kind, name):
+                    places = [(extent.file, part.numel * ITEM_SIZE[extent.dtype]) for part, extent, _ in slices]
+                    yield StoredParts(kind, name, places)
 
     def limit_to_legacy(self, view: CheckpointView) -> CheckpointView:
         """Return a view of this checkpoint without the state that legacy files cannot contain."""

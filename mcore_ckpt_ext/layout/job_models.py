@@ -1,4 +1,4 @@
-"""The parameters of each rank of a job that would read given tensors, by the rules of Megatron's layers."""
+"""The parameters of each rank of a job that will read a checkpoint, by Megatron's rules."""
 
 from __future__ import annotations
 

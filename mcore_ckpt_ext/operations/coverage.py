@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from math import prod
-from operator import sub
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
-from mcore_ckpt_ext.formats.grid import grid_of
+from mcore_ckpt_ext.formats.grid import full_grid, known_grid
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -67,12 +66,9 @@ def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
     whole = all(stored.slice == Slice.whole(stored.slice.regions) for stored in copy)
     if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(tensor.shape) for region in regions):
         return False
-    grid = grid_of(tuple(region.offsets for region in regions))
-    for axis, (begins, end) in enumerate(zip(grid, tensor.shape, strict=True)):
-        sizes = dict(zip(begins, map(sub, [*begins[1:], end], begins), strict=True))
-        if begins[0] != 0 or begins[-1] > end or any(r.sizes[axis] != sizes[r.offsets[axis]] for r in regions):
-            return False
-    return prod(map(len, grid)) == len(regions) == len({region.offsets for region in regions})
+    offsets = zip(*(region.offsets for region in regions), strict=True)
+    sizes = zip(*(region.sizes for region in regions), strict=True)
+    return full_grid(tensor.shape, list(zip(offsets, sizes, strict=True))) is not None
 
 
 def _inside(region: Region, shape: tuple[int, ...]) -> bool:
@@ -90,7 +86,8 @@ def check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
             continue
         if tensor.dtype == contradicted:
             yield error(COVERED, f"{kind} {name}", f"it is stored as {tensor.dtype}, which the job does not train in")
-        yield from check_tensor(tensor, kind, checkpoint.copies(kind, name))
+        if kind != WEIGHT or known_grid(checkpoint.model.weights(), name) is None:
+            yield from check_tensor(tensor, kind, checkpoint.copies(kind, name))
 
 
 def _other_precision(job: JobArguments) -> str | None:

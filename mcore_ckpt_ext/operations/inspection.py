@@ -138,14 +138,15 @@ def _why_silent(ranks: Sequence[int], grid: RankGrid, arguments: JobArguments) -
 
 def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[str, int]) -> list[StoredFile]:
     files: dict[str, StoredFile] = {}
-    for part in checkpoint.files.stored_parts():
-        file = files.get(part.file)
-        if file is None:
-            file = files[part.file] = _explain(checkpoint, part.file, grid, on_disk.get(part.file))
-        file.records += 1
-        file.bytes_by_kind[part.kind] = file.bytes_by_kind.get(part.kind, 0) + part.nbytes
-        if not file.tensors or file.tensors[-1] != part.tensor:
-            file.tensors.append(part.tensor)
+    for parts in checkpoint.files.stored_parts():
+        for name, nbytes in parts.places:
+            file = files.get(name)
+            if file is None:
+                file = files[name] = _explain(checkpoint, name, grid, on_disk.get(name))
+            file.records += 1
+            file.bytes_by_kind[parts.kind] = file.bytes_by_kind.get(parts.kind, 0) + nbytes
+            if not file.tensors or file.tensors[-1] != parts.tensor:
+                file.tensors.append(parts.tensor)
     for file in files.values():
         file.tensors = list(dict.fromkeys(file.tensors))
     return sorted(files.values(), key=lambda file: (file.rank is None, file.rank or 0, file.writer or 0, file.file))

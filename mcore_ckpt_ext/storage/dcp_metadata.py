@@ -71,7 +71,7 @@ def index_of(metadata: Any) -> DcpIndex:
             if unused < 0:
                 raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} are repeated")
             array = arrays[key] = _array(key, entry, records, table)
-            if sum(numel for _, numel in array.files_and_numels()) > prod(array.shape):
+            if sum(array.numels()) > prod(array.shape):
                 overlapping.append(key)
         else:
             record = records[key, None]
@@ -174,7 +174,7 @@ def _array(key: str, entry: Any, all_records: Records, table: ChunkTable) -> Sto
         if chunks and (min(begins_on_axis) < 0 or min(sizes_on_axis) < 0 or max(stops) > end):
             raise ValueError(f"a chunk of {key} lies outside of the array, which has shape {format_value(shape)}")
     # Only now are the sizes small enough to be multiplied.
-    for (_, numel), length in zip(array.files_and_numels(), lengths, strict=True):
+    for numel, length in zip(array.numels(), lengths, strict=True):
         if numel * ITEM_SIZE[dtype] > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
     return array

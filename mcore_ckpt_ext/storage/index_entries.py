@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from math import prod
+from operator import mul
 from typing import NamedTuple, overload
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor, PlainExtent
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 
 METADATA_FILE = ".metadata"
 """The index of torch's distributed checkpoints (torch/distributed/checkpoint/filesystem.py)."""
@@ -50,11 +52,16 @@ class StoredArray:
             return self.chunks.bounds_on(axis)
         return [chunk.offsets[axis] for chunk in self.chunks], [chunk.sizes[axis] for chunk in self.chunks]
 
-    def files_and_numels(self) -> Iterable[tuple[str, int]]:
-        """Return the file and the number of elements of each chunk."""
+    def numels(self) -> Iterable[int]:
+        """Return the number of elements of each chunk."""
         if isinstance(self.chunks, TableRows):
-            return zip(self.chunks.files, map(prod, self.chunks.sizes), strict=True)
-        return ((chunk.extent.file, chunk.extent.numel) for chunk in self.chunks)
+            return map(prod, self.chunks.sizes)
+        return (chunk.extent.numel for chunk in self.chunks)
+
+    def files_and_bytes(self) -> Iterable[tuple[str, int]]:
+        """Return the file and the bytes of the elements of each chunk."""
+        nbytes = map(mul, self.numels(), repeat(ITEM_SIZE[self.dtype]))
+        return ((file, size) for (file, _, _), size in zip(self.archives(), nbytes, strict=True))
 
 
 class StoredObject(NamedTuple):

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, merge_entries
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -97,10 +97,11 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         return f"{super().conversion}{' --drop optimizer' if self._indices else ''}"
 
     @override
-    def stored_parts(self) -> Iterator[StoredPart]:
+    def stored_parts(self) -> Iterator[StoredParts]:
         yield from super().stored_parts()
         for shard in self.optimizer_shards:
-            yield StoredPart(shard.file, shard.kind, f"{shard.kind} of parameter {shard.parameter}", shard.nbytes)
+            name = f"{shard.kind} of parameter {shard.parameter}"
+            yield StoredParts(shard.kind, name, [(shard.file, shard.nbytes)])
 
     @property
     def _group_files(self) -> list[str]:

@@ -37,7 +37,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     has_experts,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     UNKNOWN,
@@ -88,7 +88,7 @@ class LegacyCheckpoint(FormatReader):
         return not (folder / "metadata.json").exists() and bool(folder_names(folder))
 
     @override
-    def stored_parts(self) -> Iterator[StoredPart]:
+    def stored_parts(self) -> Iterator[StoredParts]:
         return parts_of_legacy(self.rank_files())
 
     @override

@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import OTHER, tensors_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 
 
-def parts_of_legacy(rank_files: Iterable[tuple[str, Any, Any]]) -> Iterator[StoredPart]:
+def parts_of_legacy(rank_files: Iterable[tuple[str, Any, Any]]) -> Iterator[StoredParts]:
     """Yield the tensors in the pickles of all ranks; see `LegacyCheckpoint.rank_files`."""
     for file, _, content in rank_files:
         for path, nbytes in tensors_in(content, ()):
-            yield StoredPart(file, _legacy_kind(path), ".".join(path), nbytes)
+            yield StoredParts(_legacy_kind(path), ".".join(path), [(file, nbytes)])
 
 
 def _legacy_kind(path: tuple[str, ...]) -> str:

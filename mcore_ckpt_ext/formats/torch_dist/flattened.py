@@ -17,7 +17,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
@@ -54,13 +54,12 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
         return plain_backend(stored) == cls.format
 
     @override
-    def stored_parts(self) -> Iterator[StoredPart]:
+    def stored_parts(self) -> Iterator[StoredParts]:
         for key, array in self.stored_index.arrays.items():
-            for chunk in array.chunks:
-                nbytes = chunk.extent.numel * ITEM_SIZE[array.dtype]
-                yield StoredPart(chunk.extent.file, self.kind_of(key), key, nbytes)
+            if array.chunks:
+                yield StoredParts(self.kind_of(key), key, array.files_and_bytes())
         for key, stored in self.stored_index.objects.items():
-            yield StoredPart(stored.file, OTHER, key, stored.length)
+            yield StoredParts(OTHER, key, [(stored.file, stored.length)])
 
     @cached_property
     @override

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.evidence import Bound, Loading, bounds_of_index, bou
 from mcore_ckpt_ext.formats.holder import holder_of
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.torch_dist.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.torch_dist.stored_parts import parts_of_torch_dist
@@ -74,7 +74,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return is_finished(folder, cls.format)
 
     @override
-    def stored_parts(self) -> Iterator[StoredPart]:
+    def stored_parts(self) -> Iterator[StoredParts]:
         yield from parts_of_torch_dist(self.index, lambda: self.optimizer.buffers)
         if self.has_external_weights:
             yield from self.parts_of([WEIGHT])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.formats.grid import Offsets, full_grid
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
@@ -31,6 +32,7 @@ class StackedWeights(StoredOnce):
             budget.spend(prod(array.shape[:stacked]), f"the layers and experts of {key}")
             for index in product(*(range(size) for size in array.shape[:stacked])):
                 self._places[name_at(key, index)] = (key, index)
+        self._grids: dict[str, Offsets | None] = {}
         self._by_index: dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]] = {}
 
     def names(self) -> list[str]:
@@ -59,10 +61,15 @@ class StackedWeights(StoredOnce):
             for chunk, first in self._chunks(key).get(index, [])
         ]
 
-    def offsets(self, name: str) -> Iterator[tuple[int, ...]]:
-        """Yield the offsets of the stored parts of a tensor, on all axes."""
+    def grid(self, name: str) -> Offsets | None:
+        """Return the `full_grid` of a tensor's stored parts: its array's, without the stacked axes."""
         key, index = self._places[name]
-        return (chunk.offsets[len(index) :] for chunk, _ in self._chunks(key).get(index, ()))
+        if key not in self._grids:
+            array = self._arrays[key]
+            bounds = [array.bounds_on(axis) for axis in range(len(array.shape))]
+            self._grids[key] = full_grid(array.shape, bounds)
+        grid = self._grids[key]
+        return None if grid is None else grid[len(index) :]
 
     def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
         """Return an array's chunks by stack index, with the position of the index's first element in each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import OTHER, UNKNOWN, optimizer_kind
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
@@ -21,39 +21,37 @@ def kind_of(key: str) -> str:
     return WEIGHT if kind == OTHER else kind
 
 
-def parts_of_torch_dist(index: DcpIndex, buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredPart]:
+def parts_of_torch_dist(index: DcpIndex, buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredParts]:
     """Yield an index's arrays and objects by Megatron's keys; `buffers` has the optimizer's flat ones."""
     for key, array in index.arrays.items():
         kind = kind_of(key)
-        size = ITEM_SIZE[array.dtype]
         if kind == FP32_PARAM and array.dtype == "int16":
             kind = PARAM_REMAINDER
-        for file, numel in array.files_and_numels():
-            yield StoredPart(file, kind, key, numel * size)
+        if array.chunks:
+            yield StoredParts(kind, key, array.files_and_bytes())
     gathered = [key for key in index.objects if _GATHERED in key]
     for key, stored in index.objects.items():
         if key not in gathered:
-            yield StoredPart(stored.file, OTHER, key, stored.length)
+            yield StoredParts(OTHER, key, [(stored.file, stored.length)])
     if gathered:
         yield from _gather(index, gathered, buffers)
 
 
-def _gather(index: DcpIndex, keys: Sequence[str], buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredPart]:
+def _gather(index: DcpIndex, keys: Sequence[str], buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredParts]:
     """Yield whole buffers in pickled objects, or the objects themselves if their content cannot be read."""
     try:
         of_optimizer = buffers()
     except UnsupportedCheckpointError:
         for key in keys:
-            yield StoredPart(index.objects[key].file, UNKNOWN, key, index.objects[key].length)
+            yield StoredParts(UNKNOWN, key, [(index.objects[key].file, index.objects[key].length)])
     else:
         for flat_buffers in of_optimizer:
             yield from _flat(flat_buffers)
 
 
-def _flat(buffers: Buffers) -> Iterator[StoredPart]:
+def _flat(buffers: Buffers) -> Iterator[StoredParts]:
     for (child, index), arrays in buffers.arrays.items():
         for (bucket, kind), flat in arrays.items():
-            for piece in flat.pieces:
-                label = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
-                size = ITEM_SIZE[piece.extent.dtype]
-                yield StoredPart(piece.extent.file, kind, label, (piece.stop - piece.start) * size)
+            places = [(p.extent.file, (p.stop - p.start) * ITEM_SIZE[p.extent.dtype]) for p in flat.pieces]
+            if places:
+                yield StoredParts(kind, f"optimizer {child}, dp_group_idx_{index}.{bucket}", places)
