@@ -66,7 +66,7 @@ class Format:
 
     def recognizes(self, stored: FolderIndex) -> bool:
         """Return whether the folder of an index is in this format; damage is reported on opening it."""
-        return self.reader_class.recognizes(stored.folder) or self.reader_class.recognizes_index(stored)
+        return self.reader_class.recognizes(stored)
 
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         """Open a folder; only metadata is read.
@@ -74,7 +74,7 @@ class Format:
         Raises:
             CheckpointError: the folder is damaged or not supported.
         """
-        return self.reader_class.open_folder(folder, options)
+        return self.reader_class(folder, options)
 
     def lay_out(self, checkpoint: CheckpointView, target: Target, family: Family | None) -> OutputPlan:
         """Lay out the files of a conversion into the format.

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_f
 from mcore_ckpt_ext.formats.description import megatron_arguments, stored_arguments
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.messages import general_notices
-from mcore_ckpt_ext.formats.open_options import OpenOptions
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
@@ -44,6 +44,8 @@ class FormatReader(FormatTraits, ABC):
 
     Attributes:
         format: the name of the format.
+        folder: the `iter_XXXXXXX` or `release` folder.
+        options: the options with which it was opened.
         folder_index: the index of the folder, which is read once.
         weights_derived_from_masters: whether only masters are stored, so that weights are rounded masters.
     """
@@ -51,32 +53,27 @@ class FormatReader(FormatTraits, ABC):
     format: str
     weights_derived_from_masters = False
 
-    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
         """Open a folder.
 
         Args:
             folder: the `iter_XXXXXXX` or `release` folder.
-            order_sources: parameter orders to try after the sidecar and before the known ones.
+            options: the options, of which those apply that the format has.
 
         Raises:
             UnreadableCheckpointError: metadata is missing or damaged.
             UnsupportedCheckpointError: this version cannot read the checkpoint.
         """
         self.folder = folder
+        self.options = options
+        self.folder_index = options.index or FolderIndex(folder)
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
-        self.folder_index = FolderIndex(folder)
-        self._extra_parameter_orders = tuple(order_sources)
 
     @classmethod
     @abstractmethod
-    def recognizes(cls, folder: Path) -> bool:
-        """Return whether a folder has the format's marker files; damage is reported on opening it."""
-
-    @classmethod
-    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
-        """Open a folder with the options that apply to the format; see `__init__`."""
-        return cls(folder, options.order_sources)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        """Return whether the folder of an index is in the format; damage is reported on opening it."""
 
     @classmethod
     def may_be_replaced(cls, folder: Path) -> bool:
@@ -278,7 +275,7 @@ class FormatReader(FormatTraits, ABC):
 
     def parameter_orders(self) -> Sequence[ParameterOrder]:
         """Return evidence of the order in which this model's parameters were registered."""
-        return self._extra_parameter_orders
+        return self.options.order_sources
 
     def stored_parts(self) -> Iterator[StoredPart]:
         """Yield every stored part of every array and object, from metadata alone."""

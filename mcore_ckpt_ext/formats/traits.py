@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 if TYPE_CHECKING:
@@ -37,11 +36,6 @@ class FormatTraits:
     is_of_one_layout: ClassVar[bool] = False
     is_of_job: ClassVar[bool] = True
     index: DcpIndex | None = None
-
-    @classmethod
-    def recognizes_index(cls, stored: FolderIndex) -> bool:
-        """Return whether a folder without marker files of its own has the format, by its index."""
-        return False
 
     @property
     def stored_index(self) -> DcpIndex | None:

@@ -26,9 +26,9 @@ from mcore_ckpt_ext.errors import (
     quantity,
     shorten,
 )
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, UnreadState, merge_entries, unread_common_state
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
@@ -37,6 +37,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 from mcore_ckpt_ext.storage.budget import check_keys
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.json_tree import decode
@@ -63,8 +64,8 @@ class CanonicalCheckpoint(FormatReader):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return (folder / COMMON_FILE).exists() and (folder / INDEX_FILE).exists()
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return (stored.folder / COMMON_FILE).exists() and (stored.folder / INDEX_FILE).exists()
 
     @classmethod
     @override
@@ -72,8 +73,8 @@ class CanonicalCheckpoint(FormatReader):
         cls(folder)  # checks the marker
         return True
 
-    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
-        super().__init__(folder, order_sources)
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(folder, options)
         self._about = read_json(folder / COMMON_FILE)
         if self._about.get("format") != MARK or self._about.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
             raise UnsupportedCheckpointError(

@@ -9,7 +9,7 @@ but not read, because they belong to numbers and not to names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -18,14 +18,13 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
-from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, merge_entries
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 
 NAME = "colossalai"
@@ -57,32 +56,21 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return weights_below(folder) is not None
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return weights_below(stored.folder) is not None
 
-    def __init__(
-        self,
-        folder: Path,
-        order_sources: Sequence[ParameterOrder] = (),
-        *,
-        family: Family | None = None,
-        transformer_impl: str = TRANSFORMER_ENGINE,
-    ) -> None:
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
         """Read the configuration, the indexes and the files' headers.
 
         Args:
             folder: the folder, with the weights and the optimizer (if any) in it or in one subfolder each.
-            order_sources: see `FormatReader`.
-            family: see `HuggingFaceCheckpoint`.
-            transformer_impl: see `HuggingFaceCheckpoint`.
+            options: see `FormatReader`.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged, or the index and the files disagree.
             UnsupportedCheckpointError: the kind of model is not supported.
         """
-        super().__init__(
-            folder, order_sources, family=family, transformer_impl=transformer_impl, below=weights_below(folder) or ""
-        )
+        super().__init__(folder, options, below=weights_below(folder) or "")
         self._indices = [optimizer_index_of(folder, path) for path in optimizer_indices(folder)]
         self._optimizer_files = {file: keys for index in self._indices for file, keys in index.files.items()}
 

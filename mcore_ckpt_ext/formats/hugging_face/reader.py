@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.bridge import import_notices, run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
-from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import arguments_without_flag, training_flags
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.recognition import Fit
@@ -36,16 +36,15 @@ from mcore_ckpt_ext.formats.hugging_face.quantized import dequantize
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
-from mcore_ckpt_ext.formats.open_options import OpenOptions
-from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 NAME = "hf"
 _SHOWN = 6
@@ -64,13 +63,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_huggingface(folder)
-
-    @classmethod
-    @override
-    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
-        return cls(folder, options.order_sources, family=options.family, transformer_impl=options.transformer_impl)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return is_huggingface(stored.folder)
 
     @classmethod
     @override
@@ -78,22 +72,13 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return (folder / CONFIG).is_file() and written_by_us(folder)
 
     def __init__(
-        self,
-        folder: Path,
-        order_sources: Sequence[ParameterOrder] = (),
-        *,
-        family: Family | None = None,
-        transformer_impl: str = TRANSFORMER_ENGINE,
-        below: str = "",
-        mtp: bool = True,
+        self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS, *, below: str = "", mtp: bool = True
     ) -> None:
         """Read the configuration and the files' headers.
 
         Args:
             folder: the folder.
-            order_sources: see `FormatReader`.
-            family: the model's family; by default recognized from `config.json`.
-            transformer_impl: the layer spec of the job that will read it, because names differ.
+            options: see `FormatReader`.
             below: the subfolder that contains the model.
             mtp: whether multi-token prediction (MTP) layers are read, if the folder has any.
 
@@ -101,9 +86,9 @@ class HuggingFaceCheckpoint(WeightsAlone):
             UnreadableCheckpointError: a file is missing or damaged, or tensors contradict `config.json`.
             UnsupportedCheckpointError: the kind of model is not supported.
         """
-        super().__init__(folder, order_sources)
+        super().__init__(folder, options)
         self._below = below
-        described = described_model(folder / below, family, transformer_impl)
+        described = described_model(folder / below, options.family, options.transformer_impl)
         self.config = described.config
         self.family = described.family
         self.whole = described.whole
@@ -137,10 +122,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     def read_again(self, kind: type[HuggingFaceCheckpoint], mtp: bool = True) -> HuggingFaceCheckpoint:
         """Read the folder again with another class, or without MTP layers."""
-        return kind(
-            self.folder, self._extra_parameter_orders, family=self.family, transformer_impl=self.model.transformer_impl,
-            below=self._below, mtp=mtp,
-        )  # fmt: skip
+        return kind(self.folder, replace(self.options, family=self.family), below=self._below, mtp=mtp)
 
     @property
     def has_mtp(self) -> bool:

@@ -33,9 +33,8 @@ from mcore_ckpt_ext.formats.legacy.ranks import (
 )
 from mcore_ckpt_ext.formats.legacy.stored_parts import parts_of_legacy
 from mcore_ckpt_ext.formats.legacy.weights import LegacyWeights, RankModel
-from mcore_ckpt_ext.formats.portable_state import (
-    has_experts,
-)
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.portable_state import has_experts
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import (
@@ -59,6 +58,7 @@ from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, Ran
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import legacy_format
 from mcore_ckpt_ext.optimizers.unsupported import check_provable
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -83,9 +83,9 @@ class LegacyCheckpoint(FormatReader):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
+    def recognizes(cls, stored: FolderIndex) -> bool:
         """Return whether an iteration folder is in this format (`_get_checkpoint_format`, checkpointing.py)."""
-        return not (folder / "metadata.json").exists() and bool(folder_names(folder))
+        return not (stored.folder / "metadata.json").exists() and bool(folder_names(stored.folder))
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
@@ -96,8 +96,8 @@ class LegacyCheckpoint(FormatReader):
         (owner,) = (rank for name, rank, _ in self.rank_files() if name == file)
         return owner.tensor, owner.pipeline, owner.expert
 
-    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
-        super().__init__(folder, order_sources)
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(folder, options)
         self._folders = RankFolders(folder, self.reader)
 
     @cached_property

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -19,7 +18,7 @@ from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.nemo import PREFIX, WEIGHTS
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 # Lightning's counter of steps (`dump_checkpoint`, its trainer's checkpoint connector).
@@ -33,8 +32,8 @@ class NemoCheckpoint(TorchDistCheckpoint):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return folder.name == WEIGHTS and (folder / METADATA_FILE).exists()
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return stored.folder.name == WEIGHTS and (stored.folder / METADATA_FILE).exists()
 
     @override
     def _read_index(self) -> DcpIndex:

@@ -22,7 +22,6 @@ from mcore_ckpt_ext.families.adapter_config import contradictions, strange_value
 from mcore_ckpt_ext.families.adapters import MAGNITUDES, Adapters, linears_of
 from mcore_ckpt_ext.families.adapters_read import adapters_read, bridge_peft
 from mcore_ckpt_ext.families.bridge import run_config
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import fit_of_adapters
@@ -36,10 +35,10 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 )
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
-from mcore_ckpt_ext.formats.open_options import OpenOptions
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
 from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES
-from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.json_text import read_json
 
 NAME = "peft"
@@ -96,33 +95,27 @@ class PeftCheckpoint(WeightsAlone):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_peft(folder)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return is_peft(stored.folder)
 
-    @classmethod
-    @override
-    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
-        if options.model is None:
-            raise adapters_without_model(folder)
-        return cls(folder, options.model, options.family)
-
-    def __init__(self, folder: Path, base: CheckpointView, family: Family | None = None) -> None:
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
         """Read the configuration, the header, and whether linears share their `lora_A`.
 
         Args:
             folder: the folder.
-            base: the model of the adapters; only its description is used.
-            family: the model's family; by default recognized from the model.
+            options: see `FormatReader`; of the model, only its description is used.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged.
-            UnsupportedCheckpointError: Megatron-Bridge does not support these adapters.
+            UnsupportedCheckpointError: no model is named, or Megatron-Bridge does not support these adapters.
         """
-        super().__init__(folder)
-        self._base = base.files.folder
+        if options.model is None:
+            raise adapters_without_model(folder)
+        super().__init__(folder, options)
+        self._base = options.model.files.folder
         self.config = read_json(folder / ADAPTER)
         self._check_config()
-        self._fit: Fit = fit_of_adapters(base, family, {})
+        self._fit: Fit = fit_of_adapters(options.model, options.family, {})
         if isinstance(self._fit.family, GPT2):
             # Only Conv1D uses the key; peft ignores it for other linears (`dispatch_default`, lora/layer.py).
             raise UnsupportedCheckpointError(

@@ -32,18 +32,16 @@ from mcore_ckpt_ext.formats.external_weights import (
     external_weights,
     other_weights_error,
 )
-from mcore_ckpt_ext.formats.open_options import OpenOptions
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.weights_view import WeightsView, with_file_names
-from mcore_ckpt_ext.job.facts import NOTHING, Facts
+from mcore_ckpt_ext.job.facts import NOTHING
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.verl import STEP
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
-from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.transfer import Transfer
@@ -69,37 +67,26 @@ class DescribedCheckpoint(FormatReader):
 
     index: DcpIndex
 
-    @classmethod
-    @override
-    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
-        return cls(folder, options.order_sources, options.facts, index=options.index)
-
     def __init__(
         self,
         folder: Path,
-        order_sources: Sequence[ParameterOrder] = (),
-        facts: Facts = NOTHING,
+        options: OpenOptions = DEFAULT_OPTIONS,
         *,
         external: ExternalModel | None = None,
         opened: Self | None = None,
-        index: FolderIndex | None = None,
     ) -> None:
         """Open a folder.
 
         Args:
             folder: see `FormatReader`.
-            order_sources: see `FormatReader`.
-            facts: properties of the job that the user passes, for a checkpoint without Megatron's arguments.
+            options: see `FormatReader`.
             external: the model, if the weights are not in the checkpoint.
             opened: the same checkpoint, opened without `external`; its index and common state are reused.
-            index: the folder's index, if it has been used before.
 
         Raises:
             UsageError: facts are passed for a checkpoint with arguments, or contradict the checkpoint.
         """
-        super().__init__(folder, order_sources)
-        self.folder_index = opened.folder_index if opened is not None else index or self.folder_index
-        self._facts = facts
+        super().__init__(folder, options)
         self._external = external or ExternalModel()
         self._opened = opened
         self._weights_source = self._external.checkpoint
@@ -109,12 +96,13 @@ class DescribedCheckpoint(FormatReader):
             self.transfer = Transfer(reader)
             self._source_weights = with_file_names(self._weights_source.model.weights(), reader.name_of)
         if opened is not None:
+            self.folder_index = opened.folder_index
             self.index = opened.index
             self.weights_derived_from_masters = opened.weights_derived_from_masters
         else:
             self.index = self._read_index()
-        if facts != NOTHING and ARGUMENTS in self.common and self.arguments.is_complete:
-            refuse_facts(facts, folder)
+        if options.facts != NOTHING and ARGUMENTS in self.common and self.arguments.is_complete:
+            refuse_facts(options.facts, folder)
 
     @abstractmethod
     def _read_index(self) -> DcpIndex:
@@ -150,7 +138,7 @@ class DescribedCheckpoint(FormatReader):
 
     def _describe(self) -> Description:
         """Describe the job by auxiliary files and the user's options."""
-        return describe_job(self.reader, self._megatron_arguments, self.found_sidecar.sidecar, self._facts)
+        return describe_job(self.reader, self._megatron_arguments, self.found_sidecar.sidecar, self.options.facts)
 
     @cached_property
     def description(self) -> Description:
@@ -170,7 +158,7 @@ class DescribedCheckpoint(FormatReader):
             description = with_adjacent_model(description, self.weights, self.folder)
         layout = infer_layout(self.index, self.random_state_grid(), {**description.arguments.raw, **external.layout})
         model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
-        return complete(description, {**model, **layout}, self._facts, self.folder)
+        return complete(description, {**model, **layout}, self.options.facts, self.folder)
 
     @property
     @override
@@ -214,9 +202,7 @@ class DescribedCheckpoint(FormatReader):
                 yield self.reader.name_of(file), offset, length
 
     def _with(self, external: ExternalModel) -> Self:
-        return type(self)(
-            self.folder, self._extra_parameter_orders, self._facts, external=external, opened=self._opened or self
-        )
+        return type(self)(self.folder, self.options, external=external, opened=self._opened or self)
 
     def _under_a_layout(self, holds: Callable[[Self], bool]) -> Self | None:
         """Return the reader under a layout for which `holds` is true if the layout is unknown.

@@ -9,12 +9,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
@@ -45,13 +43,8 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_finished(folder, cls.format)
-
-    @classmethod
-    @override
-    def recognizes_index(cls, stored: FolderIndex) -> bool:
-        return plain_backend(stored) == cls.format
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return super().recognizes(stored) or plain_backend(stored) == cls.format
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:

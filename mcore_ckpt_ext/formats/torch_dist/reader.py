@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -48,6 +47,7 @@ from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_o
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import is_stored
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -70,8 +70,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_finished(folder, cls.format)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return is_finished(stored.folder, cls.format)
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
