@@ -10,7 +10,9 @@ but not read, because they belong to numbers and not to names.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +23,10 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.parts import Files
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, merge_entries
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -51,8 +55,7 @@ class OptimizerShard(NamedTuple):
 class ColossalAICheckpoint(HuggingFaceCheckpoint):
     """A folder that ColossalAI's Booster saved."""
 
-    format = NAME
-    foreign_writer = "no Megatron: ColossalAI's Booster wrote it"
+    name = NAME
 
     @classmethod
     @override
@@ -74,19 +77,29 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         self._indices = [optimizer_index_of(folder, path) for path in optimizer_indices(folder)]
         self._optimizer_files = {file: keys for index in self._indices for file, keys in index.files.items()}
 
-    @property
+    @cached_property
     @override
-    def starts_jobs(self) -> str:
-        return ""
+    def format(self) -> OpenedFormat:
+        folder = super().format
+        return replace(
+            folder,
+            foreign_writer="no Megatron: ColossalAI's Booster wrote it",
+            starts_jobs=str,
+            conversion=f"{folder.conversion}{' --drop optimizer' if self._indices else ''}",
+        )
 
-    @property
+    @cached_property
     @override
-    def conversion(self) -> str:
-        return f"{super().conversion}{' --drop optimizer' if self._indices else ''}"
+    def files(self) -> Files:
+        weights = super().files
+        return replace(
+            weights,
+            archives=self._archives,
+            stored_parts=lambda: chain(weights.stored_parts(), self._parts_of_optimizer()),
+            unread=lambda *, objects=True: [*weights.unread(objects=objects), *self._unread_optimizer()],
+        )
 
-    @override
-    def stored_parts(self) -> Iterator[StoredPart]:
-        yield from super().stored_parts()
+    def _parts_of_optimizer(self) -> Iterator[StoredPart]:
         for shard in self.optimizer_shards:
             yield StoredPart(shard.file, shard.kind, f"{shard.kind} of parameter {shard.parameter}", shard.nbytes)
 
@@ -103,7 +116,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         """
         all_shards: list[OptimizerShard] = []
         for file, expected in self._optimizer_files.items():
-            shards = [shard for shard in _shards(self.reader, file) if shard.parameter in expected]
+            shards = [shard for shard in _shards(self.files.reader, file) if shard.parameter in expected]
             if missing := sorted(expected - {shard.parameter for shard in shards}):
                 raise UnreadableCheckpointError(
                     "a file has other states than its index lists: it belongs to another save",
@@ -114,23 +127,24 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
             all_shards += shards
         return all_shards
 
-    @override
-    def unread(self, *, objects: bool = True) -> list[UnreadState]:
+    def _unread_optimizer(self) -> list[UnreadState]:
         """Return the optimizer's states, each by its number and kind."""
         shards = self.optimizer_shards
         states = [
             UnreadState(f"{shard.kind} of parameter {shard.parameter}", shard.kind, shard.nbytes, _WHY)
             for shard in shards
         ]
-        groups = [UnreadState(file, UNKNOWN, self.reader.size(file), _WHY) for file in self._group_files if shards]
-        return [*super().unread(objects=objects), *merge_entries([*states, *groups])]
+        groups = [
+            UnreadState(file, UNKNOWN, self.files.reader.size(file), _WHY) for file in self._group_files if shards
+        ]
+        return merge_entries([*states, *groups])
 
     @override
-    def archives(self) -> Iterator[tuple[str, int, int]]:
+    def _archives(self) -> Iterator[tuple[str, int, int]]:
         """Yield the torch archives among its files; safetensors have no checksums."""
-        weights = [file for file, _, _ in super().archives()]
+        weights = [file for file, _, _ in super()._archives()]
         files = [file for file in (*weights, *self._optimizer_files, *self._group_files) if file.endswith(".bin")]
-        return ((file, 0, self.reader.size(file)) for file in files)
+        return ((file, 0, self.files.reader.size(file)) for file in files)
 
 
 def _shards(reader: FolderReader, file: str) -> Iterator[OptimizerShard]:

@@ -58,11 +58,11 @@ class NemoCheckpoint(TorchDistCheckpoint):
         return common | ({"iteration": step} if isinstance(step, int) else {})
 
     @override
-    def notices_of(self, view: CheckpointView) -> list[str]:
+    def _notices(self, view: CheckpointView) -> list[str]:
         read_keys = {*COMMON_KEYS, "optimizer", _STEP}
         left = sorted(str(name) for name, value in self._stored_common.items() if name not in read_keys and value)
         dropped = [f"left out of the common state, as it belongs to Lightning: {', '.join(left)}"] if left else []
-        return [*super().notices_of(view), *dropped]
+        return [*super()._notices(view), *dropped]
 
 
 def _rename(entries: Mapping[str, Value]) -> dict[str, Value]:

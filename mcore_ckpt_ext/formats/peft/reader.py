@@ -11,6 +11,8 @@ import argparse
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
@@ -36,8 +38,9 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.parts import Files
 from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.json_text import read_json
 
@@ -89,8 +92,7 @@ _LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "c
 class PeftCheckpoint(WeightsAlone):
     """A folder of adapters that `peft` loads into a model."""
 
-    format = NAME
-    foreign_writer = "no Megatron: it is a PEFT folder"
+    name = NAME
     kind: ClassVar[str] = "a PEFT folder"
 
     @classmethod
@@ -133,6 +135,21 @@ class PeftCheckpoint(WeightsAlone):
         self._adapters: Adapters = adapters
         self._check_tensors(stored, shapes)
         self._weights = ModelSpaceWeights([(tensor, stored[tensor.name]) for tensor in self._once(stored)])
+
+    @cached_property
+    @override
+    def format(self) -> OpenedFormat:
+        return replace(
+            super().format,
+            notices=self._notices,
+            run_config=self._run_config,
+            conversion="mcore-ckpt convert SRC DST --to torch_dist --for bridge --weights MODEL",
+        )
+
+    @cached_property
+    @override
+    def files(self) -> Files:
+        return replace(super().files, auxiliary_files=dict)
 
     def _check_config(self) -> None:
         other = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
@@ -180,14 +197,14 @@ class PeftCheckpoint(WeightsAlone):
         end = f".{MAGNITUDES}.weight"  # the name in peft before 0.10
         return {
             name.removesuffix(".weight") if name.endswith(end) else name: tensor
-            for name, tensor in tensors_of(self.reader, file)
+            for name, tensor in tensors_of(self.files.reader, file)
         }
 
     def _digest(self, tensor: StoredTensor) -> bytes:
-        place = self.transfer.locate(tensor.extent)
+        place = self.files.transfer.locate(tensor.extent)
         size = prod(tensor.shape) * place.dtype.itemsize
         first = place.offset + tensor.first * place.dtype.itemsize
-        return hashlib.sha256(self.reader.read(place.file, first, size)).digest() + str(place.dtype).encode()
+        return hashlib.sha256(self.files.reader.read(place.file, first, size)).digest() + str(place.dtype).encode()
 
     def _once(self, stored: Mapping[str, StoredTensor]) -> Iterator[Any]:
         """Yield tensors after a check of their shapes, one for each adapter tensor of Megatron-Bridge."""
@@ -205,10 +222,9 @@ class PeftCheckpoint(WeightsAlone):
                 yield tensor
             seen.add(tensor.regions)
 
-    @property
     @override
-    def common(self) -> dict[str, Any]:
-        """The common state of a release checkpoint with this model and its adapters."""
+    def _read_common(self) -> dict[str, Any]:
+        """Return the common state of a release checkpoint with this model and its adapters."""
         arguments = {
             **self._fit.arguments.as_dict(),
             **{f"{name}_parallel_size": 1 for name in _LAYOUT},
@@ -222,7 +238,7 @@ class PeftCheckpoint(WeightsAlone):
         }
         return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
 
-    def run_config(self) -> str:
+    def _run_config(self) -> str:
         """Return Megatron-Bridge's `run_config.yaml` for a checkpoint of these adapters.
 
         Raises:
@@ -254,23 +270,9 @@ class PeftCheckpoint(WeightsAlone):
         linears = (name for name in linears_of(self._of_model) if not name.startswith("mtp."))
         return sorted(name for name in linears if _LAYER.sub("layers.", name) in kinds and name not in have)
 
-    @property
-    @override
-    def conversion(self) -> str:
-        return "mcore-ckpt convert SRC DST --to torch_dist --for bridge --weights MODEL"
-
-    @override
-    def auxiliary_files(self) -> dict[str, bytes]:
-        return {}
-
-    @override
-    def notices_of(self, view: CheckpointView) -> list[str]:
+    def _notices(self, view: CheckpointView) -> list[str]:
         notices = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
         base = self.config.get("base_model_name_or_path")
         if base and PurePath(str(base)).name != self._base.name:
             notices.append(f"they say that they were trained for {shorten(str(base))}, and {self._base} was named")
         return notices
-
-    @override
-    def extra_states(self) -> Mapping[str, Any]:
-        return {}

@@ -53,7 +53,9 @@ class VerlCheckpoint(TorchDistCheckpoint):
     def _read_common(self) -> dict[str, Any]:
         common: dict[str, Any] = {}
         for part in _parts(self.folder):
-            common |= TorchDistCheckpoint(self.folder / part, OpenOptions(index=self.folder_index.below(part))).common
+            common |= TorchDistCheckpoint(
+                self.folder / part, OpenOptions(index=self.folder_index.below(part))
+            ).job.common()
         return common
 
 

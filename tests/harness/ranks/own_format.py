@@ -32,7 +32,7 @@ class Own(Target):
 class OwnCheckpoint(CanonicalCheckpoint):
     """A folder with a mark of its own."""
 
-    format = "own"
+    name = "own"
 
     @classmethod
     def recognizes(cls, stored: FolderIndex) -> bool:
