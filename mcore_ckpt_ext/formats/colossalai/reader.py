@@ -80,12 +80,12 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
     @cached_property
     @override
     def format(self) -> OpenedFormat:
-        folder = super().format
+        opened = super().format
         return replace(
-            folder,
+            opened,
             foreign_writer="no Megatron: ColossalAI's Booster wrote it",
             starts_jobs=str,
-            conversion=f"{folder.conversion}{' --drop optimizer' if self._indices else ''}",
+            conversion=f"{opened.conversion}{' --drop optimizer' if self._indices else ''}",
         )
 
     @cached_property
