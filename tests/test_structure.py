@@ -209,7 +209,7 @@ def _names_one_of(node: ast.expr, classes: set[str]) -> bool:
 
 
 def test_formats_answer_for_themselves() -> None:
-    """What others need to know of a format is a member of `FormatReader`, `Target` or `Format`."""
+    """What others need to know of a format is a field of a part of a checkpoint, of `Target` or of `Format`."""
     classes = format_classes()
     assert {"TorchDistCheckpoint", "PeftCheckpoint", "ColossalAICheckpoint", "LegacyTarget", "Canonical"} <= set(
         classes

@@ -207,7 +207,7 @@ def test_the_ranks_of_a_machine_share_its_cores(
 
 
 def tensors_of(name: str) -> list[ArchivedTensor]:
-    index = open_checkpoint(fixture_named(name).run).format.reader.index
+    index = open_checkpoint(fixture_named(name).run).files.index()
     chunks = [chunk for array in index.arrays.values() for chunk in array.chunks]
     return [chunk.extent for chunk in chunks if isinstance(chunk.extent, ArchivedTensor)]
 

@@ -61,7 +61,7 @@ def _is_of_one_layout(folder: str) -> bool:
     from mcore_ckpt_ext.formats.registry import format_of
 
     folder_format = format_of(as_path(folder))
-    return folder_format is not None and folder_format.reader_class.is_of_one_layout
+    return folder_format is not None and folder_format.is_of_one_layout
 
 
 def _show(inspection: Inspection, *, show_all: bool) -> None:

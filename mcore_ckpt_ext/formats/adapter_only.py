@@ -83,7 +83,7 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: M
     """
     if checkpoint.composition.base_model is not None:
         return fit_of_adapters(checkpoint.composition.base_model, family, passed)
-    if (fit := checkpoint.format.reader.fit) is not None:
+    if (fit := checkpoint.model.fit()) is not None:
         if passed:
             raise UsageError(
                 "the arguments of this model are those of its config.json",

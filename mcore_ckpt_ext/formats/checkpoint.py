@@ -112,7 +112,7 @@ def _open_with_weights(stored: FolderIndex, options: OpenOptions, weights: str |
         return _with_weights(stored, source, options.order_sources, options.facts)
     except ProofError:
         # The optimizer may use the parameter names of the other layer spec.
-        other = source.format.reader.other_layer_spec
+        other = source.model.other_layer_spec
         if other is None:
             raise
         source = open_checkpoint(weights, family=options.family, transformer_impl=other)

@@ -64,7 +64,7 @@ def check_external_weights(source: CheckpointView, checkpoint: CheckpointView) -
         )
     if not source.names(WEIGHT):
         raise UsageError("the folder of --weights has no weights", where=str(source.files.folder), hint=NAME_THEM)
-    if mismatch := source.format.reader.mismatch_with(checkpoint.job.arguments()):
+    if mismatch := source.model.mismatch_with(checkpoint.job.arguments()):
         raise mismatch
 
 

@@ -41,6 +41,8 @@ class Format:
             `module:function`; empty if opening a folder already checks its files.
         takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can pass them.
         is_adapter_folder: whether its folders contain adapters without their model.
+        is_loaded_as_stored: whether Megatron's own loop loads it without being given it as another format.
+        is_of_one_layout: whether conversions write it for one parallel layout.
         is_iteration: whether its folders are iterations of a run, with a tracker file in the run folder.
         required_files: files without which a save is unfinished.
         own_files: regular expressions that match all files of a folder; without them, no folder is replaced.
@@ -54,6 +56,8 @@ class Format:
     lister: str = ""
     takes_facts: bool = False
     is_adapter_folder: bool = False
+    is_loaded_as_stored: bool = False
+    is_of_one_layout: bool = False
     is_iteration: bool = True
     required_files: tuple[str, ...] = ()
     own_files: tuple[str, ...] = ()
@@ -66,7 +70,7 @@ class Format:
 
     def recognizes(self, stored: FolderIndex) -> bool:
         """Return whether the folder of an index is in this format; damage is reported on opening it."""
-        return self.reader_class.recognizes(stored.folder) or self.reader_class.recognizes_index(stored)
+        return self.reader_class.recognizes(stored)
 
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         """Open a folder; only metadata is read.
@@ -74,7 +78,7 @@ class Format:
         Raises:
             CheckpointError: the folder is damaged or not supported.
         """
-        return self.reader_class.open_folder(folder, options)
+        return self.reader_class(folder, options)
 
     def lay_out(self, checkpoint: CheckpointView, target: Target, family: Family | None) -> OutputPlan:
         """Lay out the files of a conversion into the format.

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import Scaling
 from mcore_ckpt_ext.formats.low_rank import Merged, Part, parts_of
-from mcore_ckpt_ext.formats.parts import StoredWeights, Weights, lazy
+from mcore_ckpt_ext.formats.parts import Weights, lazy
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
@@ -85,9 +85,10 @@ def merged_view(
     ]
     return replace(
         view,
-        model=StoredWeights(
-            lazy(lambda: _merged_weights(base.model.weights(), merged)),
-            lazy(lambda: _base_values(base.model.sharded_keys())),
+        model=replace(
+            view.model,
+            weights=lazy(lambda: _merged_weights(base.model.weights(), merged)),
+            sharded_keys=lazy(lambda: _base_values(base.model.sharded_keys())),
         ),
         states=replace(view.states, extra=lazy(lambda: _base_values(base.states.extra()))),
         files=replace(view.files, unread=unread),

@@ -34,3 +34,6 @@ class OpenOptions:
     facts: Facts = NOTHING
     model: CheckpointView | None = None
     index: FolderIndex | None = None
+
+
+DEFAULT_OPTIONS = OpenOptions()

@@ -1,6 +1,7 @@
 """The parts of an open checkpoint, each of which can be replaced separately (`view.py`).
 
-Fields are functions, so that nothing is read before it is needed. A provider of an expensive value caches it.
+Fields are functions, so that nothing is read before it is needed. A provider of an expensive value caches it. The
+default of a field is its value for a format that does not record it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.description import stored_arguments
+from mcore_ckpt_ext.formats.evidence import Bound
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar
 from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -25,8 +28,12 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import Copies, Source, derivation_of
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.recognition import Fit
 
 Value = TypeVar("Value")
 
@@ -61,23 +68,29 @@ class Files:
         folder: the `iter_XXXXXXX` or `release` folder.
         reader: reads its files.
         transfer: reads tensors from them.
-        archives: all torch archives as (file, offset, length).
-        checked_arrays: all raw arrays in a file that have a known checksum.
         stored_parts: the stored parts of every array and object, from metadata alone.
-        unread: returns stored keys that this package ignores.
         auxiliary_files: small files that belong to the model, such as its tokenizer, by name.
         auxiliary_files_below: the subfolder of the checkpoint that contains them; empty for the checkpoint itself.
+        archives: all torch archives as (file, offset, length).
+        checked_arrays: all raw arrays in a file that have a known checksum.
+        unread: returns stored keys that this package ignores.
+        index: the arrays and objects by Megatron's keys; None if the format has no index.
+        stored_index: the index by its stored keys; None if the format has none.
+        rank_of: returns the model-parallel rank (tensor, pipeline, expert) that wrote a file; None if it is unknown.
     """
 
     folder: Path
     reader: FolderReader
     transfer: Transfer
-    archives: Callable[[], Iterator[tuple[str, int, int]]]
-    checked_arrays: Callable[[], Iterator[RawArray]]
     stored_parts: Callable[[], Iterator[StoredParts]]
-    unread: UnreadKeys
     auxiliary_files: Callable[[], dict[str, bytes]]
     auxiliary_files_below: str
+    archives: Callable[[], Iterator[tuple[str, int, int]]] = lambda: iter(())
+    checked_arrays: Callable[[], Iterator[RawArray]] = lambda: iter(())
+    unread: UnreadKeys = lambda *, objects=True: []
+    index: Callable[[], DcpIndex | None] = lambda: None
+    stored_index: Callable[[], DcpIndex | None] = lambda: None
+    rank_of: Callable[[str], tuple[int, int, int] | None] = lambda file: None
 
 
 @dataclass(frozen=True)
@@ -87,10 +100,19 @@ class StoredWeights:
     Attributes:
         weights: its arrays.
         sharded_keys: the `torch_dist` array of each name, and its index on the axes of layers and experts.
+        fit: the model's family and arguments if the format itself determines them, else None.
+        other_layer_spec: another layer spec whose names it can be opened with; None if its names are fixed.
+        has_norms_of_all_heads: whether query and key norms extend over all heads, which Megatron Core does not support.
+        mismatch_with: checks by metadata that the weights belong to an optimizer whose job had the given arguments;
+            returns the error to raise, or None if nothing contradicts it.
     """
 
     weights: Callable[[], Weights]
     sharded_keys: Callable[[], Mapping[str, ShardedKey]]
+    fit: Callable[[], Fit | None] = lambda: None
+    other_layer_spec: str | None = None
+    has_norms_of_all_heads: bool = False
+    mismatch_with: Callable[[JobArguments], CheckpointError | None] = lambda job: None
 
 
 @dataclass(frozen=True)
@@ -98,23 +120,25 @@ class StoredOptimizer:
     """The optimizer, or several chained ones.
 
     Attributes:
-        format: the name of the optimizer format, Megatron's where it has one; None without an optimizer.
         state: its arrays; raises `UnsupportedCheckpointError` if the format is not supported.
+        format: the name of the optimizer format, Megatron's where it has one; None without an optimizer.
         has_expert_optimizer: whether experts have an optimizer of their own.
         param_groups: the parameter groups as each rank group stored them, with repetitions.
-        chained_optimizer_settings: see `FormatReader.chained_optimizer_settings`.
+        chained_optimizer_settings: the settings of each chained optimizer, as the common state of `torch_dist` has
+            them: its groups without parameters, with the step added if no group has it; empty if all of them are or can
+            become DistributedOptimizers, which need no settings.
         grad_scaler: the state of the gradient scaler (fp16 only).
         weights_derived_from_masters: whether only masters are stored, so that weights are rounded masters.
         shows_registration: whether its buffers have the parameter order of a job with the view's arguments.
     """
 
-    format: Callable[[], str | None]
     state: Callable[[], OptimizerState]
-    has_expert_optimizer: Callable[[], bool]
-    param_groups: Callable[[], list[dict[str, Any]]]
-    chained_optimizer_settings: Callable[[], list[dict[str, Any]]]
-    grad_scaler: Callable[[], dict[str, Any] | None]
-    weights_derived_from_masters: bool
+    format: Callable[[], str | None] = lambda: None
+    has_expert_optimizer: Callable[[], bool] = lambda: False
+    param_groups: Callable[[], list[dict[str, Any]]] = list
+    chained_optimizer_settings: Callable[[], list[dict[str, Any]]] = list
+    grad_scaler: Callable[[], dict[str, Any] | None] = lambda: None
+    weights_derived_from_masters: bool = False
     shows_registration: bool = True
 
     def kinds(self) -> tuple[str, ...]:
@@ -139,24 +163,30 @@ class Job:
         arguments: the known arguments; raises `UnreadableCheckpointError` if one has an invalid value.
         iteration: the training iteration; the number in the folder's name if the checkpoint does not record one.
         is_release: whether it is a model to start from, not an iteration of a job (Megatron's `release` folder).
-        vocabulary: the number of tokens without padding; None if the format does not record it.
-        layers: global decoder layers by `[pipeline rank][virtual stage]`, if the format shows them.
         models: the local parameters of its ranks, under the names of the format's reader.
         observed_orders: evidence of the order in which parameters were registered.
         found_sidecar: the packing recorded in the sidecar, and why an existing sidecar is not used.
+        vocabulary: the number of tokens without padding; None if the format does not record it.
+        layers: global decoder layers by `[pipeline rank][virtual stage]`, if the format shows them.
         unbuildable: returns why a version of Megatron cannot build this model; None if it can.
+        evidence: evidence of the Megatron release that wrote the checkpoint, other than the arguments.
+        described_by: the name of the file that describes the job; empty if there is none.
+        problems: values of job descriptions that are ignored, and why.
     """
 
     common: Callable[[], dict[str, Any]]
     arguments: Callable[[], JobArguments]
     iteration: Callable[[], int]
     is_release: bool
-    vocabulary: Callable[[], int | None]
-    layers: Callable[[], list[list[range]] | None]
     models: Callable[[], LocalModels]
     observed_orders: Callable[[], Sequence[ParameterOrder]]
     found_sidecar: Callable[[], FoundSidecar]
-    unbuildable: Callable[[tuple[int, int]], str | None]
+    vocabulary: Callable[[], int | None] = lambda: None
+    layers: Callable[[], list[list[range]] | None] = lambda: None
+    unbuildable: Callable[[tuple[int, int]], str | None] = lambda version: None
+    evidence: Callable[[], Iterator[Bound]] = lambda: iter(())
+    described_by: Callable[[], str] = str
+    problems: Callable[[], Sequence[str]] = tuple
 
     @property
     def args(self) -> dict[str, Any]:
@@ -194,9 +224,9 @@ class States:
         random_grid: the grid of ranks if that state is stored as one array, else None.
     """
 
-    extra: Callable[[], Mapping[str, Any]]
-    random: Callable[[], Mapping[tuple[int, ...], Any]]
-    random_grid: Callable[[], tuple[int, ...] | None]
+    extra: Callable[[], Mapping[str, Any]] = dict
+    random: Callable[[], Mapping[tuple[int, ...], Any]] = dict
+    random_grid: Callable[[], tuple[int, ...] | None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_ckpt_ext.errors import UnknownNameError
+from mcore_ckpt_ext.formats.evidence import Loading
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle, handle_of
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, WholeModel
-from mcore_ckpt_ext.formats.traits import FormatTraits
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.tensors import KINDS, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -21,23 +21,46 @@ from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice, deriva
 
 @dataclass(frozen=True)
 class OpenedFormat:
-    """The format, and what its reader does with views of the checkpoint.
+    """The format of an open checkpoint.
+
+    Other modules use its traits in place of checks for a reader's class.
 
     Attributes:
         name: the name of the format.
-        reader: the reader, which answers for the traits of the format.
+        reader: the reader, for the modules of the format itself.
         notices: returns notes for a user who converts the given view of the checkpoint.
+        with_weights_of: opens the checkpoint, an optimizer stored without weights, with the weights of another one;
+            raises `UsageError` if this checkpoint has weights or the other one has none, and another `CheckpointError`
+            if the weights do not belong to this optimizer, or nothing can verify that they do.
+        with_weights_of_a_job: opens it with the weights of a live job, whose specifications it takes by model-space
+            name.
         limit_to_legacy: returns the given view without the state that legacy files cannot contain.
-        with_weights_of: opens the checkpoint with the weights of another one, see `FormatReader.with_weights_of`.
-        with_weights_of_a_job: opens it with the weights of a live job, see `FormatReader.with_weights_of_a_job`.
+        is_model_folder: whether it is a transformers folder, whose layer spec is chosen on opening.
+        loading: how Megatron's own loader handles the format.
+        foreign_writer: the software that wrote it, if not Megatron.
+        is_of_convert: whether it is written only by conversions of this package.
+        is_of_job: whether a job saves it, with a layout and an iteration; False for folders of weights alone.
+        run_config: the content of `run_config.yaml` for Megatron-Bridge; None for a Megatron checkpoint.
+        bridge_notices: notices for users of that content.
+        starts_jobs: how Megatron starts a new job from the folder; empty if it cannot or resumes the old one.
+        conversion: the command that converts the folder to a checkpoint that jobs can load.
     """
 
     name: str
-    reader: FormatTraits
+    reader: object
     notices: Callable[[CheckpointView], list[str]]
-    limit_to_legacy: Callable[[CheckpointView], CheckpointView]
     with_weights_of: Callable[[CheckpointView], CheckpointView]
     with_weights_of_a_job: Callable[[Mapping[str, WeightSpec]], CheckpointView]
+    limit_to_legacy: Callable[[CheckpointView], CheckpointView] = lambda view: view
+    is_model_folder: bool = False
+    loading: Loading = Loading()
+    foreign_writer: str = ""
+    is_of_convert: bool = False
+    is_of_job: bool = True
+    run_config: Callable[[], str | None] = lambda: None
+    bridge_notices: Callable[[], list[str]] = list
+    starts_jobs: Callable[[], str] = str
+    conversion: str = "mcore-ckpt convert SRC DST --to torch_dist"
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def _fits(session: LoadSession, request: LoadRequest) -> bool:
     if not serves(request.optimizer):
         return True
     with suppress(CheckpointError):
-        index = session.checkpoint.format.reader.index
+        index = session.checkpoint.files.index()
         return index is not None and is_stored_alike(request, index)
     return False
 
@@ -283,7 +283,7 @@ def _differing_arguments(checkpoint: Checkpoint, chain: Chain) -> list[str]:
     settings = {name: bool(value) for name, value in checkpoint.job.arguments().raw.items() if name in kinds}
     differing = [name for name, value in settings.items() if value != any(map(kinds[name], chain.distributed))]
     joins = any(map(keeps_remainders, chain.distributed))
-    index = checkpoint.format.reader.index
+    index = checkpoint.files.index()
     if index is not None and has_remainders(index) != joins:
         differing.append("store_param_remainders")
     return differing

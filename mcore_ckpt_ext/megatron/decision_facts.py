@@ -151,7 +151,7 @@ def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
 
 def _differing_arguments(session: LoadSession, written: JobArguments, chain: Chain, arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
-        index = session.checkpoint.format.reader.index
+        index = session.checkpoint.files.index()
         return index is not None and has_remainders(index)
 
     return differing_arguments(chain, written, kind_named(vars(arguments)), stored_remainders)

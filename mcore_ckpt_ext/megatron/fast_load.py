@@ -179,7 +179,7 @@ class _FastLoad:
 
     def _announce_missing(self, number: int) -> None:
         if number:
-            were_dropped = bool(self._checkpoint.arguments.raw.get("ckpt_drop_redundant_extra_state"))
+            were_dropped = bool(self._checkpoint.job.arguments().raw.get("ckpt_drop_redundant_extra_state"))
             announce(missing_extra_states_message(number, were_dropped=were_dropped))
 
     def _read_objects(self, index: TorchIndex, *, some: bool) -> dict[int, Any]:

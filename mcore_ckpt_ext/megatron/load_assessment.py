@@ -188,7 +188,7 @@ def lacks_random_states(session: LoadSession, arguments: Any, written: JobArgume
     if not grid_may_differ(arguments) or not is_first_rank():
         return False
     checkpoint = session.checkpoint
-    if checkpoint.format.reader.index is None:
+    if checkpoint.files.index() is None:
         return False
     settings = (written or checkpoint.job.arguments()).raw
     return random_states_are_lacking(checkpoint.states.random_grid(), arguments, megatron_version(), settings)

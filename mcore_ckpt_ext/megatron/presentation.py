@@ -35,7 +35,7 @@ def may_need_presentation(
         reads_zarr: returns True if it reads zarr.
     """
     stored = format_of(session.folder, session.index)
-    if stored is None or stored.reader_class.is_loaded_as_stored:
+    if stored is None or stored.is_loaded_as_stored:
         return lacks_common_file(session.folder, version)
     return not reads_zarr() if stored.name == ZARR else stored.name != arguments.ckpt_format
 
@@ -79,7 +79,7 @@ def reasons_to_present(session: LoadSession, arguments: Any, version: tuple[int,
     """
     checkpoint = session.checkpoint
     try:
-        if not checkpoint.format.reader.loading.by_rank:
+        if not checkpoint.format.loading.by_rank:
             later = f", written by Megatron {STORES_COMMON_STATE_AS_OBJECT.since} or later"
             return [f"the format {checkpoint.format.name}{later if lacks_common_file(session.folder, version) else ''}"]
         changes = placement_changes(checkpoint.job.arguments(), JobArguments.of(vars(arguments)))

@@ -30,7 +30,7 @@ def wrap_load_args(original: Function) -> Function:
         call.apply_defaults()
         arguments = call.arguments["args"]
         session = session_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
-        if session is None or LegacyCheckpoint.recognizes(session.folder):
+        if session is None or LegacyCheckpoint.recognizes(session.index):
             return original(*positional, **keywords)
         checkpoint = session.checkpoint
         state = {**checkpoint.job.common(), "args": Namespace(**checkpoint.job.args)}

@@ -59,7 +59,7 @@ def _stored_stacks(session: LoadSession, *, by_all: bool) -> LayerStacks | None:
         if by_all and not is_first_rank():
             return None
         with suppress(CheckpointError, OSError):  # Megatron meets the error again and reports it
-            index = session.checkpoint.format.reader.index
+            index = session.checkpoint.files.index()
             if index is not None:
                 return LayerStacks.from_shapes({key: array.shape for key, array in index.arrays.items()})
         return None

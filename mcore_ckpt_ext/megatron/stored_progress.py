@@ -46,7 +46,7 @@ def missing_progress(session: LoadSession) -> tuple[str, ...]:
         CheckpointError: the checkpoint is unreadable.
     """
     stored = format_of(session.folder, session.index)
-    if stored is None or not (stored.reader_class.is_loaded_as_stored or stored.name in (LEGACY, ZARR)):
+    if stored is None or not (stored.is_loaded_as_stored or stored.name in (LEGACY, ZARR)):
         return ()
     missing = tuple(_missing_keys(session.checkpoint.job.common()))
     if session.folder.name == RELEASE:

@@ -43,5 +43,5 @@ def load_weights_alone(
     with present(scope, session, chunks):
         result = stock()
     checkpoint = session.checkpoint
-    form = "legacy" if checkpoint.format.reader.loading.by_rank else checkpoint.format.name
+    form = "legacy" if checkpoint.format.loading.by_rank else checkpoint.format.name
     return result, f"weights of the {form} checkpoint {folder} divided for the running layout"

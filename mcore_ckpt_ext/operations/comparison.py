@@ -92,7 +92,7 @@ def _comparison(
 ) -> Comparison:
     kinds = options.kinds
     common_kinds = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
-    if any(side.checkpoint.format.reader.is_model_folder for side in sides):
+    if any(side.checkpoint.format.is_model_folder for side in sides):
         common_kinds = [kind for kind in common_kinds if all(kind in side.kinds for side in sides)]
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in common_kinds]):
         raise UsageError(
@@ -114,7 +114,7 @@ def _comparison(
 
     results = Workers(team, options.workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))
     accounts = [_account(side, chosen, kinds) for side in sides]
-    of_model = any(side.checkpoint.format.reader.is_model_folder for side in sides)
+    of_model = any(side.checkpoint.format.is_model_folder for side in sides)
     counted = kinds or ([*chosen, OTHER] if of_model else ())
     missed = sum(_is_missed(item, counted) for account in accounts for item in account.not_looked_at)
     differing = [_differing_copies(side, chosen, team) for side in sides]
@@ -194,7 +194,7 @@ def _sides(a: Location, b: Location, options: ComparisonOptions) -> tuple[_Side,
     for index, path in enumerate((a, b)):
         this = opened[index]
         other = opened[1 - index]
-        if this.format.reader.is_model_folder and not other.format.reader.is_model_folder:
+        if this.format.is_model_folder and not other.format.is_model_folder:
             from mcore_ckpt_ext.families.vision_towers import vision_model_type
             from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
             from mcore_ckpt_ext.formats.hugging_face.vision import with_vision_tower
@@ -204,7 +204,7 @@ def _sides(a: Location, b: Location, options: ComparisonOptions) -> tuple[_Side,
                 opened[index] = with_vision_tower(this)
             elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
-    as_stored = all(checkpoint.format.reader.is_model_folder for checkpoint in opened)  # neither is rounded then
+    as_stored = all(checkpoint.format.is_model_folder for checkpoint in opened)  # neither is rounded then
     of_a = opened[0]
     of_b = with_names_of(opened[1], opened[0])
     return _Side(of_a, rows[0], as_stored), _Side(of_b, rows[1], as_stored)

@@ -285,7 +285,7 @@ def _reorders_elements(checkpoint: CheckpointView, output: Output) -> bool:
         return False
     is_reordered = any(placed.order is not None for record in output.records for placed in record.content)
     is_reordered = is_reordered or any(record.quantized is not None for record in output.records)
-    return is_reordered or checkpoint.format.reader.is_model_folder
+    return is_reordered or checkpoint.format.is_model_folder
 
 
 def _family_named(name: str) -> Family:

@@ -111,8 +111,8 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         buffers=_buffers(checkpoint) if buffers else (),
         stages=stages_of(checkpoint, grid) if with_job else (),
         account=account_of(checkpoint, elements=False),
-        described_by=checkpoint.format.reader.described_by,
-        unbelieved=tuple(checkpoint.format.reader.problems),
+        described_by=checkpoint.job.described_by(),
+        unbelieved=tuple(checkpoint.job.problems()),
         data={} if checkpoint.job.is_release else data_description(checkpoint.job.arguments()),
     )
 
@@ -161,7 +161,7 @@ def _explain(checkpoint: CheckpointView, name: str, grid: RankGrid | None, size:
     if grid is not None and (match := _DISTCP.match(name)) and not name.startswith("/"):
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
-    if (rank_of_file := checkpoint.format.reader.rank_of(name)) is not None:
+    if (rank_of_file := checkpoint.files.rank_of(name)) is not None:
         place = RankGrid(checkpoint.job.layout).model_place(*rank_of_file)
         return StoredFile(name, None, None, place, size)
     return StoredFile(name, None, None, "", size)
@@ -184,7 +184,7 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
         "vocabulary, padded": "padded_vocab_size",
         "layer spec": "transformer_impl",
     }
-    if not checkpoint.format.reader.is_of_job:
+    if not checkpoint.format.is_of_job:
         del names["sequence length"], names["vocabulary, padded"], names["layer spec"]
         names |= {"positions": "max_position_embeddings", "vocabulary": "vocab_size"}
     arguments = checkpoint.job.arguments()

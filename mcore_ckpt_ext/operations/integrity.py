@@ -116,7 +116,7 @@ def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
 def _keys_of_archives(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
     """Return Megatron's keys for archives, by file and position, if the checkpoint has an index."""
     keys: dict[tuple[str, int], str] = {}
-    index = checkpoint.format.reader.stored_index
+    index = checkpoint.files.stored_index()
     if index is not None:
         for key, array in index.arrays.items():
             for chunk in array.chunks:

@@ -88,7 +88,7 @@ def refusal_of_stored_files(checkpoint: CheckpointView) -> str | None:
     Returns:
         None if one can, if files do not belong to ranks, or if the model is not described completely.
     """
-    if not (checkpoint.format.reader.loading.by_rank and checkpoint.job.arguments().is_complete):
+    if not (checkpoint.format.loading.by_rank and checkpoint.job.arguments().is_complete):
         return None
     try:
         return refusal_of_files(checkpoint, checkpoint.job.arguments(), NEWEST)

@@ -47,7 +47,7 @@ def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incompl
 
 def _check_files(checkpoint: CheckpointView, *, with_optimizer: bool) -> Iterator[Finding]:
     """Check the files that a conversion reads, and that each record of the index has its own place."""
-    index = checkpoint.format.reader.stored_index
+    index = checkpoint.files.stored_index()
     if index is None:
         return
     findings, _, _ = check_index(

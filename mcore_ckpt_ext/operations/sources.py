@@ -65,7 +65,7 @@ def open_source(
         checkpoint = with_bridge_names(checkpoint)
     if merge is not None:
         return _merge_adapters(checkpoint, target, family, merge)
-    from_hugging_face = checkpoint.format.reader.is_model_folder
+    from_hugging_face = checkpoint.format.is_model_folder
     if not target.places_mtp:
         checkpoint = checkpoint.format.limit_to_legacy(checkpoint)
     if target.is_for_bridge or target.is_model_folder:
@@ -112,7 +112,7 @@ def open_both(
         ]
     for checkpoint in opened:
         require_weights(checkpoint)
-    if not all(checkpoint.format.reader.is_model_folder for checkpoint in opened):
+    if not all(checkpoint.format.is_model_folder for checkpoint in opened):
         return opened
     from mcore_ckpt_ext.formats.hugging_face.vision import compared_whole
 
@@ -150,7 +150,7 @@ def _merge_adapters(
             hint="leave the option out",
         )
     base = open_checkpoint(path, family=family)
-    if not target.is_model_folder and (base.format.reader.is_model_folder or target.transformer_impl is not None):
+    if not target.is_model_folder and (base.format.is_model_folder or target.transformer_impl is not None):
         raise UsageError(
             "--merge writes a Hugging Face folder if it merges into one, and keeps the layer spec of a "
             "Megatron checkpoint",

@@ -61,7 +61,7 @@ class StateCheck:
         checkpoint = self._checkpoint
         findings = self._results.findings
         if checkpoint.optimizer.format() is None:
-            if not checkpoint.format.reader.is_model_folder:
+            if not checkpoint.format.is_model_folder:
                 message = "it has no supported optimizer state: only its weights were checked"
                 findings.append(warning(COVERED, self._folder, message))
             return False

@@ -233,7 +233,7 @@ class _Run:
         findings = self.results.findings
         if problem := checkpoint.job.found_sidecar().problem:
             findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), f"ignored: {problem}"))
-        for message in (*checkpoint.format.reader.problems, *contradictions(checkpoint)):
+        for message in (*checkpoint.job.problems(), *contradictions(checkpoint)):
             findings.append(warning(COMPLETE, str(self.folder), message))
         unreadable = self._check_files(checkpoint)
         if reason := refusal_of_stored_files(checkpoint):
@@ -304,7 +304,7 @@ class _Run:
 
     def _check_files(self, checkpoint: CheckpointView) -> set[str]:
         """Check that the files have all of their records; return those that are missing or truncated."""
-        index = checkpoint.format.reader.stored_index
+        index = checkpoint.files.stored_index()
         if index is None:
             self.results.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()

@@ -79,7 +79,7 @@ class Resumption:
 
 def writer_of(checkpoint: CheckpointView) -> Writer:
     """Determine the writer; if bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
-    if foreign := checkpoint.format.reader.foreign_writer:
+    if foreign := checkpoint.format.foreign_writer:
         return Writer(foreign, (), OLDEST)
     sidecar = checkpoint.job.found_sidecar().sidecar
     if sidecar is not None and (recorded := sidecar.megatron):
@@ -90,7 +90,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
         only = Evidence("written by mcore-ckpt convert, as recorded", written_for, written_for)
         whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
         return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST, converted=True)
-    if checkpoint.format.reader.is_of_convert and checkpoint.job.is_release:
+    if checkpoint.format.is_of_convert and checkpoint.job.is_release:
         return Writer("mcore-ckpt convert", (), OLDEST, converted=True)
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
@@ -100,7 +100,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
     if not possible:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
     version = _version_of_loop(checkpoint, _span(possible))
-    if checkpoint.format.reader.is_of_convert:
+    if checkpoint.format.is_of_convert:
         return Writer(f"mcore-ckpt convert, of a checkpoint of Megatron {version}", evidence, first, converted=True)
     return Writer(version, evidence, first)
 
@@ -110,8 +110,8 @@ def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
 
     Otherwise it has no layout. Legacy files are stored by rank, so that they always have a layout.
     """
-    reader = checkpoint.format.reader
-    return reader.is_of_job and (not (writer.converted and checkpoint.job.is_release) or reader.loading.by_rank)
+    traits = checkpoint.format
+    return traits.is_of_job and (not (writer.converted and checkpoint.job.is_release) or traits.loading.by_rank)
 
 
 def _written_for(checkpoint: CheckpointView) -> str:
@@ -122,7 +122,7 @@ def _written_for(checkpoint: CheckpointView) -> str:
 
 
 def _is_of_bridge(checkpoint: CheckpointView) -> bool:
-    return checkpoint.format.reader.described_by == RUN_CONFIG
+    return checkpoint.job.described_by() == RUN_CONFIG
 
 
 def _version_of_loop(checkpoint: CheckpointView, version: str) -> str:
@@ -131,7 +131,7 @@ def _version_of_loop(checkpoint: CheckpointView, version: str) -> str:
 
 
 def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
-    yield from checkpoint.format.reader.evidence()
+    yield from checkpoint.job.evidence()
     arguments = checkpoint.job.arguments()
     if not arguments.is_complete:
         return
@@ -147,12 +147,11 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
 
     These are stock Megatron, from the writer's release on, and Megatron with this package.
     """
-    loading = checkpoint.format.reader.loading
+    loading = checkpoint.format.loading
     if not loading.in_megatron:
-        reader = checkpoint.format.reader
-        if reader.starts_jobs:
-            return [Resumption("Megatron with mcore_ckpt_ext", "", "any", reader.starts_jobs)]
-        return [Resumption("not resumable as is", "", "", f"convert it first: {reader.conversion}")]
+        if start := checkpoint.format.starts_jobs():
+            return [Resumption("Megatron with mcore_ckpt_ext", "", "any", start)]
+        return [Resumption("not resumable as is", "", "", f"convert it first: {checkpoint.format.conversion}")]
     if loading.failure:
         return [*_torch_fsdp_resumptions(writer, loading)]
     if loading.flag:
@@ -186,7 +185,7 @@ def _package_resumption(checkpoint: CheckpointView, writer: Writer) -> Resumptio
     releases += _unknown_release(writer)
     note = "tested with 0.16.1, 0.19.0 and 0.19.2"
     changed = STORES_COMMON_STATE_AS_OBJECT
-    if first < writer.first and changed.is_of(writer.first) and not checkpoint.format.reader.loading.by_rank:
+    if first < writer.first and changed.is_of(writer.first) and not checkpoint.format.loading.by_rank:
         note = f"before {changed.since} with new random states, if the release has the job's options; {note}"
     return Resumption("Megatron with mcore_ckpt_ext", _span(releases), "any", note)
 
@@ -245,7 +244,7 @@ def stock_resumes(checkpoint: CheckpointView, placement_changed: bool, version: 
         placement_changed: whether the gradient buffers of the job differ from those of the job that wrote it.
         version: the release of Megatron that runs.
     """
-    loading = checkpoint.format.reader.loading
+    loading = checkpoint.format.loading
     # Without stored arguments stock Megatron assumes that the checkpoint has layout TP1 x PP1.
     is_moved = placement_changed or _is_of_bridge(checkpoint)
     return (
@@ -322,7 +321,7 @@ def _lacks_natural_shapes(checkpoint: CheckpointView) -> bool:
     Stock Megatron needs them (`get_reformulation_metadata`, megatron/core/dist_checkpointing/strategies/torch.py,
     core_v0.8.0 to 0.15.3); this package derives them.
     """
-    index = checkpoint.format.reader.stored_index
+    index = checkpoint.files.stored_index()
     is_reshaped = any(encoding.is_reshaped for encoding in encodings_named(checkpoint.optimizer.format()))
     return is_reshaped and index is not None and index.may_lack_attributes and not index.natural_shapes
 

@@ -61,7 +61,7 @@ def verify_checksums(checkpoint: Checkpoint) -> None:
 def wrong_masters(fixture: Fixture) -> set[str]:
     """Return parameters whose masters, read by the names of their arrays, differ from the live ones."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
-    written = ModelSpaceState(checkpoint.format.reader.index)
+    written = ModelSpaceState(checkpoint.files.index())
     wrong = set()
     for key, expected in fixture.truth.items():
         kind, _, name = key.partition(".")

@@ -81,9 +81,9 @@ def megatron_case(name: str, folder: Path, spec: LayerSpec, tokens: Path) -> dic
     mcore_ckpt_ext.convert(folder / "model", folder / "run", mcore_ckpt_ext.TorchDist(transformer_impl=spec))
     checkpoint = open_checkpoint(folder / "model", transformer_impl=spec).format.reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
-    experts = 2 if checkpoint.model.num_experts else 1
+    experts = 2 if checkpoint.model_arguments.num_experts else 1
     # Megatron shares an indexer among tensor-parallel ranks with sequence parallelism only.
-    tensor = 1 if experts > 1 or "dsa" in str(checkpoint.model.get("experimental_attention_variant")) else 2
+    tensor = 1 if experts > 1 or "dsa" in str(checkpoint.model_arguments.get("experimental_attention_variant")) else 2
     return {
         "name": name, "layout": "TP2" if tensor > 1 else "EP2", "run": str(folder / "run"), "tensor": tensor,
         "expert": experts, "vocabulary": VOCABULARY, "answer": str(folder / "answer"), "tokens": str(tokens),

@@ -129,7 +129,7 @@ def test_a_model(name: str, algorithm: str, in_own_file: bool, tmp_path: Path) -
     reader = open_checkpoint(folder).format.reader
     assert isinstance(reader, HuggingFaceCheckpoint)
     assert {label.rpartition(".")[2] for label in reader.left_out} == {"input_scale", "k_scale"}
-    scales = [item for item in reader.unread() if "only quantized inference uses" in item.why]
+    scales = [item for item in reader.files.unread() if "only quantized inference uses" in item.why]
     assert len(scales) > 1
     assert verify(folder).sound
 

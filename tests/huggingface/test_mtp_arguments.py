@@ -69,16 +69,16 @@ def test_mtp_layers_that_are_not_there(name: str, key: str, model: Callable[[str
 def test_repeated_mtp_layers_that_a_family_leaves_out(model: Callable[[str], Path]) -> None:
     """Llama has no MTP layers and leaves them out; DeepSeek-V3 would write them, and cannot say that they repeat."""
     for name, reasons in (("llama", []), ("deepseek_v3", ["mtp_use_repeated_layer is True, for which it has no key"])):
-        reader = open_checkpoint(model(name)).format.reader
-        arguments = complete(JobArguments.of({**reader.fit.arguments.as_dict(), **MTP}))
-        names = [*reader.weights.names(), FIRST_NORM]  # type: ignore[attr-defined]
-        assert fit(reader.fit.family, arguments, names).reasons == reasons
+        source = open_checkpoint(model(name)).model
+        described = source.fit()
+        arguments = complete(JobArguments.of({**described.arguments.as_dict(), **MTP}))
+        assert fit(described.family, arguments, [*source.weights().names(), FIRST_NORM]).reasons == reasons
 
 
 def test_several_layers_of_a_family_that_has_at_most_one(model: Callable[[str], Path], tmp_path: Path) -> None:
     """Several MTP layers are refused where they are converted."""
     job = job_with(model("qwen3_next"), tmp_path / "job", {"mtp_num_layers": 2})
     mcore_ckpt_ext.convert(job, tmp_path / "back", mcore_ckpt_ext.HuggingFace(), family="Qwen3Next")
-    reader = open_checkpoint(model("qwen3_next")).format.reader
-    found = fit(reader.fit.family, reader.fit.arguments.replace(mtp_num_layers=2), [FIRST_NORM])
+    described = open_checkpoint(model("qwen3_next")).model.fit()
+    found = fit(described.family, described.arguments.replace(mtp_num_layers=2), [FIRST_NORM])
     assert found.reasons == ["mtp_num_layers is more than 1"]

@@ -94,7 +94,7 @@ def test_without_its_description_the_index_still_shows_the_layout(bridge: Fixtur
 
 
 def test_nothing_is_inferred_if_only_a_later_optimizer_is_flat() -> None:
-    index = open_checkpoint(fixture_named("p09").run).format.reader.index
+    index = open_checkpoint(fixture_named("p09").run).files.index()
     assert index is not None
     arrays = {key: array for key, array in index.arrays.items() if not key.startswith("chained_0.")}
     assert any(key.startswith("chained_1.") for key in arrays)
@@ -110,7 +110,7 @@ def test_nothing_is_inferred_if_only_a_later_optimizer_is_flat() -> None:
 def test_values_inferred_from_the_index_are_right(name: str, with_grid: bool) -> None:
     """Of every checkpoint that has arguments of its own: nothing that it shows differs from them."""
     checkpoint = open_checkpoint(fixture_named(name).run)
-    index = checkpoint.format.reader.index
+    index = checkpoint.files.index()
     assert index is not None
     recorded = checkpoint.job.arguments().raw
     grid = checkpoint.states.random_grid() if with_grid else None

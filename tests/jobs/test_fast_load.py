@@ -96,7 +96,7 @@ def damaged_object(run: Path) -> Path:
     assert isinstance(checkpoint, TorchDistCheckpoint)
     for key, extent in checkpoint.index.objects.items():
         if key.startswith("rng_state/"):
-            archive = TorchArchive(checkpoint.reader, extent.file, extent.offset, extent.length)
+            archive = TorchArchive(checkpoint.files.reader, extent.file, extent.offset, extent.length)
             flip(checkpoint.folder / extent.file, extent.offset + archive._record("data.pkl")[0] + 2, 0xFF)
     return copy
 

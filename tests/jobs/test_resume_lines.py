@@ -47,7 +47,7 @@ def test_the_line_names_the_iteration_that_was_loaded(name: str, turns: Results)
 @pytest.mark.parametrize("more", [[], [DROPPED]], ids=["kept", "left out"])
 def test_the_line_about_extra_states_is_true(more: list[str], tmp_path: Path) -> None:
     saved = train_and_save(tmp_path / "saved", PIPELINE, more=more, **checkout_job())
-    keys = open_checkpoint(saved.run).format.reader.index.objects
+    keys = open_checkpoint(saved.run).files.index().objects
     assert any("_extra_state" in key for key in keys) == (not more)
     resumed = resume(tmp_path / "resumed", TENSOR, saved.run, **checkout_job())
     lines = [line for line in resumed.said if "extra states" in line]

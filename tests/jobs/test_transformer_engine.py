@@ -302,16 +302,16 @@ def impl_of(job: Job) -> Any:
 def test_the_stand_in_takes_and_writes_what_a_build_does(results: Results, name: str) -> None:
     fixture, resumed = fixture_named(name), results.job(name)
     assert differing(fixture.truth, assemble(resumed.at_load)) == []
-    of_build, own = (open_checkpoint(run).format.reader for run in (fixture.run, resumed.run))
+    of_build, own = (open_checkpoint(run).files.index() for run in (fixture.run, resumed.run))
     assert {key: (array.shape, array.dtype) for key, array in of_model(of_build)} == {
         key: (array.shape, array.dtype) for key, array in of_model(own)
     }
-    states = [sorted(key for key in one.index.objects if "_extra_state" in key) for one in (of_build, own)]
+    states = [sorted(key for key in one.objects if "_extra_state" in key) for one in (of_build, own)]
     assert states[0] == states[1]
 
 
-def of_model(checkpoint: Any) -> Iterator[tuple[str, Any]]:
-    arrays = checkpoint.index.arrays.items()
+def of_model(index: Any) -> Iterator[tuple[str, Any]]:
+    arrays = index.arrays.items()
     return ((key, array) for key, array in arrays if not key.startswith(("optimizer", "chained")))
 
 

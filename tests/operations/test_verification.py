@@ -109,7 +109,7 @@ def test_damage_in_the_part_of_the_index_that_only_megatron_reads_is_named(damag
     path = damaged.iteration / METADATA_FILE
     data = path.read_bytes()
     path.write_bytes(data[:-200] + b"\xff" + data[-199:])
-    assert open_checkpoint(damaged.run).format.reader.index.has_plans, "this package resumes from the rest"
+    assert open_checkpoint(damaged.run).files.index().has_plans, "this package resumes from the rest"
     (finding,) = findings(verify(damaged.run))
     assert finding.startswith(f"error {path}: the ranks' plans at its end cannot be read")
 
@@ -135,9 +135,7 @@ def test_a_flipped_byte_is_named(damaged: Fixture, kind: str) -> None:
 
 def test_a_flipped_byte_in_a_pickle_is_named(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
-    place = next(
-        stored for key, stored in checkpoint.format.reader.index.objects.items() if key.startswith("rng_state")
-    )
+    place = next(stored for key, stored in checkpoint.files.index().objects.items() if key.startswith("rng_state"))
     path = damaged.iteration / place.file
     position = path.read_bytes().index(b"data.pkl", place.offset) + 200
     flip(path, position)
@@ -526,11 +524,11 @@ def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], e
 def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
     """A real index that lacks one chunk of a weight, and one of a bucket."""
     checkpoint = open_checkpoint(damaged.run)
-    arrays = dict(checkpoint.format.reader.index.arrays)
+    arrays = dict(checkpoint.files.index().arrays)
     bucket = next(key for key in arrays if key.endswith("exp_avg"))
     for key in ("decoder.layers.mlp.linear_fc1.weight", bucket):
         arrays[key] = replace(arrays[key], chunks=arrays[key].chunks[1:])
-    checkpoint.format.reader.index = replace(checkpoint.format.reader.index, arrays=arrays)
+    checkpoint.format.reader.index = replace(checkpoint.files.index(), arrays=arrays)  # type: ignore[attr-defined]
     (weight,) = coverage.check_kind(checkpoint, WEIGHT)
     assert (weight.check, weight.where) == (COVERED, "weight decoder.layers.0.mlp.linear_fc1.weight")
     (flat,) = coverage.check_arrays(checkpoint.optimizer.state())
@@ -539,7 +537,7 @@ def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
 
 def test_records_that_overlap_are_seen(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
-    index, reader = checkpoint.format.reader.index, checkpoint.files.reader
+    index, reader = checkpoint.files.index(), checkpoint.files.reader
     assert check_index(reader, index)[:2] == ([], set())
     key, place = next((k, place) for k, place in index.objects.items() if place.offset > 0)
     objects = {**index.objects, key: place._replace(offset=place.offset - 1)}

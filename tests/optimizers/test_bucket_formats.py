@@ -21,10 +21,10 @@ KEY = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, to
 def test_only_the_older_format_needs_an_object_of_each_group(name: str, reads: bool) -> None:
     """Each rank of a large job plans from the index: an object of each group would be read by each of them."""
     checkpoint: Any = open_checkpoint(fixture_named(name).run).format.reader
-    label = checkpoint.stored_optimizer_format
-    before = checkpoint.reader.bytes_read
+    label = checkpoint.optimizer.format()
+    before = checkpoint.files.reader.bytes_read
     state = bucket_state(StoredKeys(checkpoint.index.arrays, {}, {}, True, label, checkpoint.object))
-    assert (checkpoint.reader.bytes_read > before) == reads
+    assert (checkpoint.files.reader.bytes_read > before) == reads
     for (_, group), arrays in state.arrays.items():
         recorded = checkpoint.object(f"optimizer.distributed.dp_group_idx_{group}.per_bucket_numel_unpadded/shard_0_1")
         for (bucket, _), array in arrays.items():

@@ -202,7 +202,7 @@ def test_written_optimizers_keep_their_kind(tmp_path: Path) -> None:
     convert(fixture_named("p42").run, tmp_path / "fp32", TorchDist(megatron_version="0.19"))
     fp32 = open_checkpoint(tmp_path / "fp32")
     assert set(fp32.job.common()["optimizer"]) == {"param_groups"}
-    assert not [key for key in fp32.format.reader.index.arrays if "fp32_param" in key]
+    assert not [key for key in fp32.files.index().arrays if "fp32_param" in key]
 
 
 def test_classes_of_an_offloaded_optimizer_are_not_written(tmp_path: Path) -> None:
@@ -240,14 +240,14 @@ def test_inspect_names_the_optimizers(name: str) -> None:
 
 
 def test_a_step_that_is_there_twice_and_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = TorchDistCheckpoint.param_groups
+    groups = TorchDistCheckpoint._param_groups
 
     def differing(self: TorchDistCheckpoint) -> list[dict[str, object]]:
         found = groups(self)
         found[-1]["step"] = 3
         return found
 
-    monkeypatch.setattr(TorchDistCheckpoint, "param_groups", differing)
+    monkeypatch.setattr(TorchDistCheckpoint, "_param_groups", differing)
     fixture = fixture_named("p45")
     says = "step is stored more than once.*found: 3 in parameter group 3; 4 in parameter group 0.*use another iteration"
     with pytest.raises(UnreadableCheckpointError, match=says):

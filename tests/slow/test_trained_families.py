@@ -72,7 +72,7 @@ def _turns(root: Path, name: str, folder: Path, spec: LayerSpec, more: Sequence[
     flags = [str(folder / flag) if flag == "config.json" else flag for flag in checkpoint.training_flags()]
     more = [*flags, "--transformer-impl", spec, *more]
     before, after = Layout(2, 1, 2), Layout(1, 2, 2)
-    if checkpoint.model.num_experts:
+    if checkpoint.model_arguments.num_experts:
         before, after = experts_over(2, 1, 2, 2), experts_over(1, 2, 2, 1)
         more += ["--moe-token-dispatcher-type", "alltoall"]
     trained = Turn(root / name, before, load=root / f"{name}-release", saves=True, until=4, more=more)

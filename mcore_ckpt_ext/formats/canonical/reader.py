@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from mcore_ckpt_ext.errors import (
     quantity,
     shorten,
 )
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, UnreadState, merge_entries, unread_common_state
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
@@ -37,6 +40,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 from mcore_ckpt_ext.storage.budget import check_keys
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import read_json
 from mcore_ckpt_ext.storage.json_tree import decode
@@ -58,13 +62,13 @@ _OF_EVERY_FOLDER = frozenset(
 class CanonicalCheckpoint(FormatReader):
     """A folder in the format `canonical`."""
 
-    format = NAME
-    is_of_convert = True
+    name = NAME
+    _weights: _Arrays
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return (folder / COMMON_FILE).exists() and (folder / INDEX_FILE).exists()
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return (stored.folder / COMMON_FILE).exists() and (stored.folder / INDEX_FILE).exists()
 
     @classmethod
     @override
@@ -72,8 +76,8 @@ class CanonicalCheckpoint(FormatReader):
         cls(folder)  # checks the marker
         return True
 
-    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
-        super().__init__(folder, order_sources)
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(folder, options)
         self._about = read_json(folder / COMMON_FILE)
         if self._about.get("format") != MARK or self._about.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
             raise UnsupportedCheckpointError(
@@ -90,43 +94,56 @@ class CanonicalCheckpoint(FormatReader):
                 where=str(folder / COMMON_FILE),
                 hint="this file was edited, or is damaged: convert the source again",
             )
-        self._arrays = _Arrays(self.reader, folder)
-
-    @property
-    @override
-    def is_release(self) -> bool:
-        source = self._about.get("source")
-        return isinstance(source, Mapping) and source.get("released") is True
+        self._weights = _Arrays(self.files.reader, folder)
 
     @cached_property
     @override
-    def common(self) -> dict[str, Any]:
-        return dict(decode(self._about["common"]))
+    def format(self) -> OpenedFormat:
+        return replace(super().format, is_of_convert=True)
 
-    @property
+    @cached_property
     @override
-    def weights(self) -> _Arrays:
-        return self._arrays
+    def files(self) -> Files:
+        return replace(super().files, checked_arrays=lambda: self._weights.arrays_with_checksum(), unread=self._unread)
 
-    @property
+    @cached_property
     @override
-    def stored_optimizer_format(self) -> str | None:
-        return NAME if self._arrays.kinds or self._about.get("chain") else None
+    def model(self) -> StoredWeights:
+        return replace(super().model, sharded_keys=self._sharded_keys)
 
-    @property
+    @cached_property
     @override
-    def optimizer(self) -> OptimizerState:
-        undistributed = frozenset(map(str, self._about.get("undistributed", ())))
-        return with_masters(
-            _Optimizer(self._arrays, undistributed), self._arrays, lambda: self.view.job.models().weights
+    def optimizer(self) -> StoredOptimizer:
+        about = self._about
+        return StoredOptimizer(
+            state=self._optimizer_state,
+            format=lambda: NAME if self._weights.kinds or about.get("chain") else None,
+            has_expert_optimizer=lambda: bool(about["experts_apart"]),
+            param_groups=lambda: list(decode(about["param_groups"])),
+            chained_optimizer_settings=lambda: list(decode(about.get("chain", []))),
+            grad_scaler=self._grad_scaler,
         )
 
-    @property
+    @cached_property
     @override
-    def has_expert_optimizer(self) -> bool:
-        return bool(self._about["experts_apart"])
+    def job(self) -> Job:
+        source = self._about.get("source")
+        return replace(super().job, is_release=isinstance(source, Mapping) and source.get("released") is True)
 
-    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+    @cached_property
+    @override
+    def states(self) -> States:
+        return States(lambda: dict(decode(self._about["extra_states"])), self._random_states)
+
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        return dict(decode(self._about["common"]))
+
+    def _optimizer_state(self) -> OptimizerState:
+        undistributed = frozenset(map(str, self._about.get("undistributed", ())))
+        return with_masters(_Optimizer(self._weights, undistributed), self._weights, lambda: self.job.models().weights)
+
+    def _sharded_keys(self) -> Mapping[str, ShardedKey]:
         """Return the recorded keys of the source.
 
         Raises:
@@ -144,45 +161,23 @@ class CanonicalCheckpoint(FormatReader):
                 )
         return keys
 
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        return list(decode(self._about["param_groups"]))
-
-    @override
-    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
-        return list(decode(self._about.get("chain", [])))
-
-    @override
-    def grad_scaler(self) -> dict[str, Any] | None:
+    def _grad_scaler(self) -> dict[str, Any] | None:
         scaler = decode(self._about["grad_scaler"])
         return None if scaler is None else dict(scaler)
 
-    @override
-    def extra_states(self) -> Mapping[str, Any]:
-        return dict(decode(self._about["extra_states"]))
-
-    @override
-    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+    def _random_states(self) -> Mapping[tuple[int, ...], Any]:
         places = [tuple(place) for place, _ in self._about["random_states"]]
         check_keys(places)
         return dict(zip(places, (decode(state) for _, state in self._about["random_states"]), strict=True))
 
-    def unread(self, *, objects: bool = True) -> list[UnreadState]:
+    def _unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Return tensors of the common state, and files that the index does not list.
 
         All listed arrays are read.
         """
-        paths = (path for path in sorted(self.folder.glob("*.safetensors")) if path.name not in self._arrays.files)
+        paths = (path for path in sorted(self.folder.glob("*.safetensors")) if path.name not in self._weights.files)
         strays = [UnreadState(path.name, OTHER, path.stat().st_size) for path in paths]
-        return merge_entries([*unread_common_state(self.common, COMMON_KEYS), *strays])
-
-    def archives(self) -> Iterator[tuple[str, int, int]]:
-        """Canonical folders contain no archives."""
-        return iter(())
-
-    @override
-    def checked_arrays(self) -> Iterator[RawArray]:
-        return self._arrays.arrays_with_checksum()
+        return merge_entries([*unread_common_state(self.job.common(), COMMON_KEYS), *strays])
 
 
 class _Arrays(StoredOnce):

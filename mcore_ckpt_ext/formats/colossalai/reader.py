@@ -9,8 +9,10 @@ but not read, because they belong to numbers and not to names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +20,15 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
-from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.parts import Files
 from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, merge_entries
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 
 NAME = "colossalai"
@@ -52,53 +55,51 @@ class OptimizerShard(NamedTuple):
 class ColossalAICheckpoint(HuggingFaceCheckpoint):
     """A folder that ColossalAI's Booster saved."""
 
-    format = NAME
-    foreign_writer = "no Megatron: ColossalAI's Booster wrote it"
+    name = NAME
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return weights_below(folder) is not None
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return weights_below(stored.folder) is not None
 
-    def __init__(
-        self,
-        folder: Path,
-        order_sources: Sequence[ParameterOrder] = (),
-        *,
-        family: Family | None = None,
-        transformer_impl: str = TRANSFORMER_ENGINE,
-    ) -> None:
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
         """Read the configuration, the indexes and the files' headers.
 
         Args:
             folder: the folder, with the weights and the optimizer (if any) in it or in one subfolder each.
-            order_sources: see `FormatReader`.
-            family: see `HuggingFaceCheckpoint`.
-            transformer_impl: see `HuggingFaceCheckpoint`.
+            options: see `FormatReader`.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged, or the index and the files disagree.
             UnsupportedCheckpointError: the kind of model is not supported.
         """
-        super().__init__(
-            folder, order_sources, family=family, transformer_impl=transformer_impl, below=weights_below(folder) or ""
-        )
+        super().__init__(folder, options, below=weights_below(folder) or "")
         self._indices = [optimizer_index_of(folder, path) for path in optimizer_indices(folder)]
         self._optimizer_files = {file: keys for index in self._indices for file, keys in index.files.items()}
 
-    @property
+    @cached_property
     @override
-    def starts_jobs(self) -> str:
-        return ""
+    def format(self) -> OpenedFormat:
+        opened = super().format
+        return replace(
+            opened,
+            foreign_writer="no Megatron: ColossalAI's Booster wrote it",
+            starts_jobs=str,
+            conversion=f"{opened.conversion}{' --drop optimizer' if self._indices else ''}",
+        )
 
-    @property
+    @cached_property
     @override
-    def conversion(self) -> str:
-        return f"{super().conversion}{' --drop optimizer' if self._indices else ''}"
+    def files(self) -> Files:
+        weights = super().files
+        return replace(
+            weights,
+            archives=self._archives,
+            stored_parts=lambda: chain(weights.stored_parts(), self._parts_of_optimizer()),
+            unread=lambda *, objects=True: [*weights.unread(objects=objects), *self._unread_optimizer()],
+        )
 
-    @override
-    def stored_parts(self) -> Iterator[StoredParts]:
-        yield from super().stored_parts()
+    def _parts_of_optimizer(self) -> Iterator[StoredParts]:
         for shard in self.optimizer_shards:
             name = f"{shard.kind} of parameter {shard.parameter}"
             yield StoredParts(shard.kind, name, [(shard.file, shard.nbytes)])
@@ -116,7 +117,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         """
         all_shards: list[OptimizerShard] = []
         for file, expected in self._optimizer_files.items():
-            shards = [shard for shard in _shards(self.reader, file) if shard.parameter in expected]
+            shards = [shard for shard in _shards(self.files.reader, file) if shard.parameter in expected]
             if missing := sorted(expected - {shard.parameter for shard in shards}):
                 raise UnreadableCheckpointError(
                     "a file has other states than its index lists: it belongs to another save",
@@ -127,23 +128,24 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
             all_shards += shards
         return all_shards
 
-    @override
-    def unread(self, *, objects: bool = True) -> list[UnreadState]:
+    def _unread_optimizer(self) -> list[UnreadState]:
         """Return the optimizer's states, each by its number and kind."""
         shards = self.optimizer_shards
         states = [
             UnreadState(f"{shard.kind} of parameter {shard.parameter}", shard.kind, shard.nbytes, _WHY)
             for shard in shards
         ]
-        groups = [UnreadState(file, UNKNOWN, self.reader.size(file), _WHY) for file in self._group_files if shards]
-        return [*super().unread(objects=objects), *merge_entries([*states, *groups])]
+        groups = [
+            UnreadState(file, UNKNOWN, self.files.reader.size(file), _WHY) for file in self._group_files if shards
+        ]
+        return merge_entries([*states, *groups])
 
     @override
-    def archives(self) -> Iterator[tuple[str, int, int]]:
+    def _archives(self) -> Iterator[tuple[str, int, int]]:
         """Yield the torch archives among its files; safetensors have no checksums."""
-        weights = [file for file, _, _ in super().archives()]
+        weights = [file for file, _, _ in super()._archives()]
         files = [file for file in (*weights, *self._optimizer_files, *self._group_files) if file.endswith(".bin")]
-        return ((file, 0, self.reader.size(file)) for file in files)
+        return ((file, 0, self.files.reader.size(file)) for file in files)
 
 
 def _shards(reader: FolderReader, file: str) -> Iterator[OptimizerShard]:

@@ -20,10 +20,12 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.fsdp.names import HALVES, parameter_of
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
+from mcore_ckpt_ext.formats.parts import StoredOptimizer
 from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
 from mcore_ckpt_ext.model_space.names import is_extra_state, is_first_linear, is_module_buffer, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -45,12 +47,22 @@ _MASTER = f"{_STATE}{FP32_PARAM}."
 class FsdpCheckpoint(FlattenedCheckpoint):
     """One iteration folder in `fsdp_dtensor`."""
 
-    format = NAME
-    loading = Loading(in_megatron=True, flag="--use-megatron-fsdp", loaded_by=LOADS_FSDP_DTENSOR)
-    is_of_one_layout = True
+    name = NAME
+
+    @cached_property
+    @override
+    def format(self) -> OpenedFormat:
+        loading = Loading(in_megatron=True, flag="--use-megatron-fsdp", loaded_by=LOADS_FSDP_DTENSOR)
+        return replace(super().format, loading=loading)
+
+    @cached_property
+    @override
+    def optimizer(self) -> StoredOptimizer:
+        has_masters = any(key.startswith(_MASTER) for key in self.index.arrays)
+        return replace(super().optimizer, weights_derived_from_masters=has_masters)
 
     @override
-    def evidence(self) -> Iterator[Bound]:
+    def _evidence(self) -> Iterator[Bound]:
         yield "Megatron-FSDP has written this format since 0.14", *LOADS_FSDP_DTENSOR.span
 
     @override
@@ -69,7 +81,6 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             self._check_order(key)
             if not key.startswith(_STATE):
                 arrays |= self._weight_and_master(array)
-        self.weights_derived_from_masters = any(key.startswith(_MASTER) for key in arrays)
         self._check_layers(arrays)
         ownerless = [key for key in arrays if key.startswith(_STATE) and key.split(".", 3)[3] not in arrays]
         if ownerless:
@@ -98,7 +109,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
         """Yield the arrays of the model and of the optimizer with their module names."""
-        for key, array in self.stored_index.arrays.items():
+        for key, array in self._stored_index.arrays.items():
             if key.startswith(_MODEL):
                 yield key.removeprefix(_MODEL), array
             elif key.startswith(_STATE):
@@ -120,7 +131,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @cached_property
     def _has_state(self) -> bool:
-        return any(key.startswith(_STATE) for key in self.stored_index.arrays)
+        return any(key.startswith(_STATE) for key in self._stored_index.arrays)
 
     def _check_order(self, key: str) -> None:
         """Refuse parameters that interleave the parts of tensor-parallel ranks.
@@ -146,7 +157,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
     def _groups(self) -> list[dict[str, Any]]:
         """The distinct parameter groups; every parameter stores a copy of its group."""
         settings: dict[str, dict[str, Any]] = {}
-        for key in self.stored_index.objects:
+        for key in self._stored_index.objects:
             if match := _GROUP.match(key):
                 settings.setdefault(match["owner"], {})[match["setting"]] = self._stored_object(key)
         distinct: list[dict[str, Any]] = []
@@ -162,13 +173,13 @@ class FsdpCheckpoint(FlattenedCheckpoint):
     @override
     def _is_taken(self, key: str) -> bool:
         # `handle_fp8_extra_state_case` removes extra states.
-        is_array = key in self.stored_index.arrays and key.startswith((_MODEL, _STATE))
+        is_array = key in self._stored_index.arrays and key.startswith((_MODEL, _STATE))
         return is_array or is_extra_state(key) or any(pattern.match(key) for pattern in (_GROUP, _LABEL))
 
     @override
-    def extra_states(self) -> Mapping[str, Any]:
+    def _extra_states(self) -> Mapping[str, Any]:
         return fresh_extra_states(
-            self.weights.names(), self.recorded_arguments.transformer_impl == "transformer_engine"
+            self.model.weights().names(), self.recorded_arguments.transformer_impl == "transformer_engine"
         )
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, join_some, with_indefinite_article
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.bridge import import_notices, run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
-from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import arguments_without_flag, training_flags
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.recognition import Fit
@@ -36,16 +36,14 @@ from mcore_ckpt_ext.formats.hugging_face.quantized import dequantize
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
-from mcore_ckpt_ext.formats.open_options import OpenOptions
-from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.unread_state import UnreadState
-from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredWeights
+from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 NAME = "hf"
 _SHOWN = 6
@@ -57,20 +55,13 @@ _STEPS_A_REGION = 16  # cost of creating a region
 class HuggingFaceCheckpoint(WeightsAlone):
     """A folder that transformers loads."""
 
-    format = NAME
-    is_model_folder = True
-    foreign_writer = "no Megatron: it is a Hugging Face folder"
+    name = NAME
     kind: ClassVar[str] = "a Hugging Face folder"
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_huggingface(folder)
-
-    @classmethod
-    @override
-    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
-        return cls(folder, options.order_sources, family=options.family, transformer_impl=options.transformer_impl)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return is_huggingface(stored.folder)
 
     @classmethod
     @override
@@ -78,22 +69,13 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return (folder / CONFIG).is_file() and written_by_us(folder)
 
     def __init__(
-        self,
-        folder: Path,
-        order_sources: Sequence[ParameterOrder] = (),
-        *,
-        family: Family | None = None,
-        transformer_impl: str = TRANSFORMER_ENGINE,
-        below: str = "",
-        mtp: bool = True,
+        self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS, *, below: str = "", mtp: bool = True
     ) -> None:
         """Read the configuration and the files' headers.
 
         Args:
             folder: the folder.
-            order_sources: see `FormatReader`.
-            family: the model's family; by default recognized from `config.json`.
-            transformer_impl: the layer spec of the job that will read it, because names differ.
+            options: see `FormatReader`.
             below: the subfolder that contains the model.
             mtp: whether multi-token prediction (MTP) layers are read, if the folder has any.
 
@@ -101,17 +83,17 @@ class HuggingFaceCheckpoint(WeightsAlone):
             UnreadableCheckpointError: a file is missing or damaged, or tensors contradict `config.json`.
             UnsupportedCheckpointError: the kind of model is not supported.
         """
-        super().__init__(folder, order_sources)
+        super().__init__(folder, options)
         self._below = below
-        described = described_model(folder / below, family, transformer_impl)
+        described = described_model(folder / below, options.family, options.transformer_impl)
         self.config = described.config
         self.family = described.family
         self.whole = described.whole
         self.whole_config = described.whole_config
         self._neutral = described.neutral
-        self.model = described.arguments
+        self.model_arguments = described.arguments
         self._vision: dict[str, StoredTensor] = {}
-        stored, unread = read_tensors(self.reader, below)
+        stored, unread = read_tensors(self.files.reader, below)
         self._extents = [tensor.extent for tensor in stored.values()]
         message = f"ignored weights in the folder, since other files take precedence: {join_some(unread)}"
         self._stale = [message] if unread else []
@@ -120,12 +102,61 @@ class HuggingFaceCheckpoint(WeightsAlone):
             self._vision = {name: stored[name] for name, ours in names.items() if ours is None}
             stored = {ours: self._transpose(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantize(stored, self.config, folder / below)
-        held = self.family.mtp_layers(stored, self.model)
+        held = self.family.mtp_layers(stored, self.model_arguments)
         self._holds_no_mtp = not held
         layers = held if mtp else 0
-        self.model = self.model.replace(mtp_num_layers=layers or None)
+        self.model_arguments = self.model_arguments.replace(mtp_num_layers=layers or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._match(stored))
+
+    @cached_property
+    @override
+    def format(self) -> OpenedFormat:
+        return replace(
+            super().format,
+            is_model_folder=True,
+            notices=self._notices,
+            # Legacy files do not record which pipeline rank has the MTP layers.
+            limit_to_legacy=lambda view: self.without_mtp().view if self.has_mtp else view,
+            run_config=self._run_config,
+            bridge_notices=lambda: import_notices(self.family, self.model_arguments),
+            starts_jobs=self._starts_jobs,
+        )
+
+    @cached_property
+    @override
+    def files(self) -> Files:
+        return replace(
+            super().files,
+            auxiliary_files_below=self._below,
+            checked_arrays=self._checked_arrays,
+            # A tied output layer is the embedding.
+            unread=lambda *, objects=True: [
+                *left_out_tensors(self.left_out, self._stored, self._vision, self._of_activations)
+            ],
+        )
+
+    @cached_property
+    @override
+    def model(self) -> StoredWeights:
+        is_fixed = self.family.needs_engine or self.model_arguments.transformer_impl == LOCAL
+        return replace(
+            super().model,
+            fit=lambda: Fit(self.family, self.model_arguments, []),
+            other_layer_spec=None if is_fixed else LOCAL,
+            has_norms_of_all_heads=isinstance(self.family, FullWidthQKNorm),
+            mismatch_with=lambda job: mismatch(self.family, self.model_arguments, job, self.folder),
+        )
+
+    @cached_property
+    @override
+    def job(self) -> Job:
+        return replace(super().job, vocabulary=lambda: self.vocabulary, unbuildable=self._unbuildable)
+
+    @cached_property
+    @override
+    def states(self) -> States:
+        return States(self._extra_states)
 
     def _transpose(self, name: str, tensor: StoredTensor) -> StoredTensor:
         shape = turned_experts(name, tensor.shape, self.config)
@@ -137,35 +168,33 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     def read_again(self, kind: type[HuggingFaceCheckpoint], mtp: bool = True) -> HuggingFaceCheckpoint:
         """Read the folder again with another class, or without MTP layers."""
-        return kind(
-            self.folder, self._extra_parameter_orders, family=self.family, transformer_impl=self.model.transformer_impl,
-            below=self._below, mtp=mtp,
-        )  # fmt: skip
+        return kind(self.folder, replace(self.options, family=self.family), below=self._below, mtp=mtp)
 
     @property
     def has_mtp(self) -> bool:
         """True if the model has MTP layers."""
-        return bool(self.model.mtp_num_layers)
+        return bool(self.model_arguments.mtp_num_layers)
 
     def _match(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         """Match the tensors that the configuration requires with those in the folder, one to one."""
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
-        layers = self.model.num_layers
-        experts = self.model.num_experts or 1
+        model = self.model_arguments
+        layers = model.num_layers
+        experts = model.num_experts or 1
         if layers > len(stored):
             raise UnreadableCheckpointError(
                 "config.json describes more layers than the folder can contain",
                 found=f"{len(stored)} tensors", expected=f"{layers} layers", where=str(self.folder),
             )  # fmt: skip
         # Query, key and value are interleaved rows of one parameter, so each query group has regions of its own.
-        regions = layers * (experts + 3 * self.model.num_query_groups)
+        regions = layers * (experts + 3 * model.num_query_groups)
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
-        expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
+        expected = {tensor.name: tensor for tensor in self.family.tensors(model, stored)}
         stored = self._drop_copies(stored, expected.values())
-        ignored = self.family.unmapped_tensors(stored.keys(), self.model, self.config) - expected.keys()
+        ignored = self.family.unmapped_tensors(stored.keys(), model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations, *self._vision])
         self._stored = {**stored, **self._vision}
         missing = [name for name in expected if name not in stored]
@@ -197,7 +226,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         Raises:
             UnreadableCheckpointError: a duplicate differs from its original.
         """
-        copies = self.family.copies(self.model)
+        copies = self.family.copies(self.model_arguments)
         if not any(copy.name in stored for copy in copies):
             return stored
         originals = {tensor.regions[0].name: tensor.name for tensor in expected}
@@ -208,7 +237,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             if (
                 repeated is not None
                 and original is not None
-                and not same_bytes(self.reader, self.transfer, repeated, original)
+                and not same_bytes(self.files.reader, self.files.transfer, repeated, original)
             ):
                 raise UnreadableCheckpointError(
                     "a multi-token prediction (MTP) layer has its own weights where Megatron shares those of the model",
@@ -220,66 +249,30 @@ class HuggingFaceCheckpoint(WeightsAlone):
         """Check that a tied model's stored output layer, otherwise unread, is a copy of the embedding."""
         copy = stored.get(TIED_COPY)
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
-        if self.model.untie_embeddings_and_output_weights or copy is None or embedding is None:
+        if self.model_arguments.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
-        if copy.shape != embedding.shape or not same_bytes(self.reader, self.transfer, copy, embedding):
+        if copy.shape != embedding.shape or not same_bytes(self.files.reader, self.files.transfer, copy, embedding):
             raise UnreadableCheckpointError(
                 "config.json ties the output layer to the embedding, but the two differ", where="lm_head.weight",
                 hint='set "tie_word_embeddings": false in config.json if the output layer has its own weights',
             )  # fmt: skip
 
-    @cached_property
-    def common(self) -> dict[str, Any]:
-        """The common state of a release checkpoint for the job that will read it."""
-        return common_state(self.model, self.vocabulary, self._weights.dtypes)
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        """Return the common state of a release checkpoint for the job that will read it."""
+        return common_state(self.model_arguments, self.vocabulary, self._weights.dtypes)
 
     @property
-    @override
     def vocabulary(self) -> int:
-        return int(self.model.require("vocab_size"))
+        """The number of tokens in the vocabulary without padding."""
+        return int(self.model_arguments.require("vocab_size"))
 
-    @property
-    @override
-    def auxiliary_files_below(self) -> str:
-        return self._below
-
-    @override
-    def checked_arrays(self) -> Iterator[RawArray]:
+    def _checked_arrays(self) -> Iterator[RawArray]:
         return (extent for extent in self._extents if isinstance(extent, RawArray) and extent.crc is not None)
 
-    @property
-    @override
-    def has_norms_of_all_heads(self) -> bool:
-        return isinstance(self.family, FullWidthQKNorm)
-
-    @property
-    @override
-    def fit(self) -> Fit:
-        return Fit(self.family, self.model, [])
-
-    @property
-    @override
-    def other_layer_spec(self) -> str | None:
-        return None if self.family.needs_engine or self.model.transformer_impl == LOCAL else LOCAL
-
-    @override
-    def mismatch_with(self, job: JobArguments) -> CheckpointError | None:
-        return mismatch(self.family, self.model, job, self.folder)
-
-    @override
-    def limit_to_legacy(self, view: CheckpointView) -> CheckpointView:
-        # Legacy files do not record which pipeline rank has the MTP layers.
-        return self.without_mtp().view if self.has_mtp else view
-
-    @override
-    def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Return the tensors that Megatron's model does not have; a tied output layer is the embedding."""
-        return [*left_out_tensors(self.left_out, self._stored, self._vision, self._of_activations)]
-
-    @override
-    def notices_of(self, view: CheckpointView) -> list[str]:
+    def _notices(self, view: CheckpointView) -> list[str]:
         notes = [f"model family: {self.family.described}"] if self.family.origin else []
-        notes += [*self.family.notices(self.model), *rope_notices(self.config, self.model)]
+        notes += [*self.family.notices(self.model_arguments), *rope_notices(self.config, self.model_arguments)]
         notes += [*self._neutral.notices(self.family.mapped_keys), *chosen_family_notes(self.family, self.config)]
         if self.whole:
             text = f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}"
@@ -295,7 +288,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self.family.bridge_only_reason:
             lacks = f"pretrain_gpt.py cannot train this model: {self.family.bridge_only_reason}"
             notes.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
-        elif lacking := arguments_without_flag(self.model, since_0_19=True):
+        elif lacking := arguments_without_flag(self.model_arguments, since_0_19=True):
             values = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             notes.append(
                 f"pretrain_gpt.py cannot train this model: it has no flag for {values}, or does not pass the flag on. "
@@ -303,7 +296,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             )
         else:
             notes.append(f"train it with: {flags}")
-        if self.arguments.layernorm_epsilon == 0:
+        if self.job.arguments().layernorm_epsilon == 0:
             notes.append(
                 "the epsilon of its norms is 0, which turns a row of zeros into NaN; published models have 1e-5 or "
                 "1e-6, so check config.json"
@@ -311,10 +304,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         notes += self.with_uncommon_dtype()
         return notes + self._stale
 
-    @property
-    @override
-    def starts_jobs(self) -> str:
-        if self.family.bridge_only_reason or arguments_without_flag(self.model, since_0_19=True):
+    def _starts_jobs(self) -> str:
+        if self.family.bridge_only_reason or arguments_without_flag(self.model_arguments, since_0_19=True):
             return ""
         return "starts from its weights: --load FOLDER; tested with 0.19.2"
 
@@ -325,25 +316,19 @@ class HuggingFaceCheckpoint(WeightsAlone):
         rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
         return [f"in {dtypes}, {rest}: {join_some([tensor.name for tensor in others], _SHOWN)}"] if others else []
 
-    @override
-    def unbuildable(self, version: tuple[int, int]) -> str | None:
-        model = self.model
+    def _unbuildable(self, version: tuple[int, int]) -> str | None:
+        model = self.model_arguments
         if model.multi_latent_attention and not model.q_lora_rank and NORMALIZES_PLAIN_QUERIES.is_of(version):
             return f"0.19 {NORMALIZES_PLAIN_QUERIES.what}"
         return None
 
     def training_flags(self) -> list[str]:
         """Return the command line arguments of `pretrain_gpt.py` that describe this model."""
-        return training_flags(complete(self.arguments))
+        return training_flags(complete(self.job.arguments()))
 
-    @override
-    def run_config(self) -> str:
-        return run_config(self.family, complete(self.arguments))
+    def _run_config(self) -> str:
+        return run_config(self.family, complete(self.job.arguments()))
 
-    @override
-    def bridge_notices(self) -> list[str]:
-        return import_notices(self.family, self.model)
-
-    def extra_states(self) -> Mapping[str, Any]:
+    def _extra_states(self) -> Mapping[str, Any]:
         """Return the extra states of new modules, which Megatron requires."""
-        return fresh_extra_states(self._weights.names(), self.model.transformer_impl == TRANSFORMER_ENGINE)
+        return fresh_extra_states(self._weights.names(), self.model_arguments.transformer_impl == TRANSFORMER_ENGINE)

@@ -80,19 +80,19 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
         return VISION_TOWERS[self.whole]
 
     @override
-    def run_config(self) -> str:
-        return run_config(self.family, complete(self.arguments), self._kind.provider_fields(self.whole_config))
+    def _run_config(self) -> str:
+        return run_config(self.family, complete(self.job.arguments()), self._kind.provider_fields(self.whole_config))
 
     @override
-    def extra_states(self) -> Mapping[str, Any]:
-        text = [name.removeprefix(PREFIX) for name in self.weights.names() if name.startswith(PREFIX)]
-        of_engine = self.model.transformer_impl == TRANSFORMER_ENGINE
+    def _extra_states(self) -> Mapping[str, Any]:
+        text = [name.removeprefix(PREFIX) for name in self._weights.names() if name.startswith(PREFIX)]
+        of_engine = self.model_arguments.transformer_impl == TRANSFORMER_ENGINE
         states = {f"{PREFIX}{name}": state for name, state in fresh_extra_states(text, of_engine).items()}
-        tower = self._kind.states_of([name for name in self.weights.names() if not name.startswith(PREFIX)])
+        tower = self._kind.states_of([name for name in self._weights.names() if not name.startswith(PREFIX)])
         return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in tower.items()}}
 
     @override
-    def notices_of(self, view: CheckpointView) -> list[str]:
+    def _notices(self, view: CheckpointView) -> list[str]:
         notice = f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"
         return [notice, *self.with_uncommon_dtype()]
 

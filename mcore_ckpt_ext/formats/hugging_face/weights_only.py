@@ -2,68 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.parts import Files, Job, StoredOptimizer
 from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
 
 
 class WeightsAlone(FormatReader):
-    """Reads a folder that contains only weights."""
+    """Reads a folder that contains only weights.
 
-    is_of_job = False
+    Attributes:
+        kind: its name in messages.
+    """
+
     kind: ClassVar[str]
-    """Its name in messages."""
     _weights: ModelSpaceWeights
 
-    @property
+    @cached_property
     @override
-    def is_release(self) -> bool:
-        return True
+    def format(self) -> OpenedFormat:
+        return replace(super().format, is_of_job=False, foreign_writer=f"no Megatron: it is {self.kind}")
 
-    @property
+    @cached_property
     @override
-    def weights(self) -> ModelSpaceWeights:
-        return self._weights
+    def files(self) -> Files:
+        return replace(super().files, archives=self._archives)
 
-    @property
-    def stored_optimizer_format(self) -> str | None:
-        """None, because there is no optimizer."""
-        return None
-
-    @property
+    @cached_property
     @override
-    def optimizer(self) -> OptimizerState:
+    def optimizer(self) -> StoredOptimizer:
+        return StoredOptimizer(self._refuse_optimizer)
+
+    @cached_property
+    @override
+    def job(self) -> Job:
+        return replace(super().job, is_release=True)
+
+    def _refuse_optimizer(self) -> OptimizerState:
         raise UnsupportedCheckpointError(f"{self.kind} holds no optimizer", where=str(self.folder))
 
-    @property
-    @override
-    def has_expert_optimizer(self) -> bool:
-        return False
-
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        return []
-
-    @override
-    def grad_scaler(self) -> dict[str, Any] | None:
-        return None
-
-    @override
-    def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        return {}
-
-    @override
-    def archives(self) -> Iterator[tuple[str, int, int]]:
+    def _archives(self) -> Iterator[tuple[str, int, int]]:
         files = {
             stored.extent.file
             for _, stored in self._weights.matched
             if not isinstance(stored.extent, (RawArray, QuantizedMatrix))
         }
-        return ((file, 0, self.reader.size(file)) for file in sorted(files))
+        return ((file, 0, self.files.reader.size(file)) for file in sorted(files))

@@ -51,6 +51,7 @@ from mcore_ckpt_ext.formats.hugging_face.vision import (
 )
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
 from mcore_ckpt_ext.formats.messages import contradictions
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
@@ -341,10 +342,9 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
     spec = layout.fit.arguments.transformer_impl
 
     def reads_back(folder: Path) -> CheckpointView:
-        written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
+        written = HuggingFaceCheckpoint(folder, OpenOptions(family=layout.fit.family, transformer_impl=spec)).view
         return as_text_model(with_vision_tower(written)) if layout.has_vision else written
 
-    files = layout.auxiliary_files
-    taken = {name: content for name, content in files.items() if name not in (CONFIG, GENERATION_CONFIG)}
+    taken = {name: data for name, data in layout.auxiliary_files.items() if name not in (CONFIG, GENERATION_CONFIG)}
     output = with_notes(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return OutputPlan(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)

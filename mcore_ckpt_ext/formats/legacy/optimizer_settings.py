@@ -42,7 +42,7 @@ class OptimizerSettings:
         return {} if step is None else {"step": int(step)}
 
     def chained_optimizer_settings(self) -> list[dict[str, Any]]:
-        """Return the settings of each chained optimizer, see `FormatReader.chained_optimizer_settings`.
+        """Return the settings of each chained optimizer, see `StoredOptimizer.chained_optimizer_settings`.
 
         A stage lacks groups that contain none of its parameters, so the groups of all ranks are merged.
         """

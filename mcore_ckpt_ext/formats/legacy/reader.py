@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -33,11 +34,10 @@ from mcore_ckpt_ext.formats.legacy.ranks import (
 )
 from mcore_ckpt_ext.formats.legacy.stored_parts import parts_of_legacy
 from mcore_ckpt_ext.formats.legacy.weights import LegacyWeights, RankModel
-from mcore_ckpt_ext.formats.portable_state import (
-    has_experts,
-)
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, lazy
+from mcore_ckpt_ext.formats.portable_state import has_experts
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     UNKNOWN,
@@ -47,20 +47,20 @@ from mcore_ckpt_ext.formats.unread_state import (
     unread_common_state,
     unread_optimizer_state,
 )
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
 from mcore_ckpt_ext.layout.parallel import has_varying_layers, layers_by_chunk
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder
-from mcore_ckpt_ext.model_space.anatomy import second_names
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.dp_zero import buffer_arrays, legacy_optimizer
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatState, GroupKey
-from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
+from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import legacy_format
 from mcore_ckpt_ext.optimizers.unsupported import check_provable
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
-from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch"
@@ -76,33 +76,63 @@ _STATES = "exp_avg|exp_avg_sq|momentum_buffer|step"
 class LegacyCheckpoint(FormatReader):
     """One iteration folder in the legacy format."""
 
-    format = NAME
-    # Megatron locates rank folders by the running layout (`get_checkpoint_name`), whatever they contain.
-    loading = Loading(in_megatron=True, by_rank=True)
-    is_of_one_layout = True
+    name = NAME
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
+    def recognizes(cls, stored: FolderIndex) -> bool:
         """Return whether an iteration folder is in this format (`_get_checkpoint_format`, checkpointing.py)."""
-        return not (folder / "metadata.json").exists() and bool(folder_names(folder))
+        return not (stored.folder / "metadata.json").exists() and bool(folder_names(stored.folder))
 
-    @override
-    def stored_parts(self) -> Iterator[StoredParts]:
-        return parts_of_legacy(self.rank_files())
-
-    @override
-    def rank_of(self, file: str) -> tuple[int, int, int] | None:
-        (owner,) = (rank for name, rank, _ in self.rank_files() if name == file)
-        return owner.tensor, owner.pipeline, owner.expert
-
-    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
-        super().__init__(folder, order_sources)
-        self._folders = RankFolders(folder, self.reader)
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(folder, options)
+        self._folders = RankFolders(folder, self.files.reader)
 
     @cached_property
-    def common(self) -> dict[str, Any]:
-        """State that all ranks stored alike, from the first rank."""
+    @override
+    def format(self) -> OpenedFormat:
+        # Megatron locates rank folders by the running layout (`get_checkpoint_name`), whatever they contain.
+        return replace(super().format, loading=Loading(in_megatron=True, by_rank=True))
+
+    @cached_property
+    @override
+    def files(self) -> Files:
+        return replace(
+            super().files,
+            stored_parts=lambda: parts_of_legacy(self.rank_files()),
+            archives=self._archives,
+            unread=self._unread,
+            rank_of=self._rank_of,
+        )
+
+    @cached_property
+    @override
+    def optimizer(self) -> StoredOptimizer:
+        settings = lazy(lambda: OptimizerSettings(self._ranks, self._archive, str(self.folder)))
+        return StoredOptimizer(
+            state=lazy(self._optimizer_state),
+            format=lazy(self._optimizer_format),
+            has_expert_optimizer=lazy(self._has_expert_optimizer),
+            param_groups=lambda: settings().param_groups(),
+            chained_optimizer_settings=lambda: (
+                settings().chained_optimizer_settings() if self._keeps_whole_state else []
+            ),
+            grad_scaler=lambda: settings().grad_scaler(),
+        )
+
+    @cached_property
+    @override
+    def job(self) -> Job:
+        return replace(super().job, layers=self._layers, observed_orders=self._observed_orders)
+
+    @cached_property
+    @override
+    def states(self) -> States:
+        return States(self._extra_states, self._random_states)
+
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        """Read what all ranks stored alike, from the first rank."""
         first = self._folders.first
         shared = {key: value for key, value in first.state.items() if not str(key).startswith(_PRIVATE)}
         common: dict[str, Any] = self._archive(first).with_values(shared)
@@ -111,13 +141,10 @@ class LegacyCheckpoint(FormatReader):
         return common
 
     @cached_property
-    def weights(self) -> LegacyWeights:
-        """The model's arrays."""
-        return LegacyWeights(self._rank_models(), self.arguments, self.view.job.layout)
+    def _weights(self) -> LegacyWeights:
+        return LegacyWeights(self._rank_models(), self.job.arguments(), self.job.layout)
 
-    @cached_property
-    @override
-    def stored_optimizer_format(self) -> str | None:
+    def _optimizer_format(self) -> str | None:
         has_buffers = bool(self._buffer_files)
         return legacy_format(distributed=has_buffers) if has_buffers or self._keeps_whole_state else None
 
@@ -126,10 +153,8 @@ class LegacyCheckpoint(FormatReader):
         """True if each rank's model file has the optimizer's state of its parameters."""
         return not self._buffer_files and any(rank.optimizers for rank in self._ranks)
 
-    @cached_property
-    @override
-    def optimizer(self) -> OptimizerState:
-        check_provable(holder_of(self.view), None, [str(self.stored_optimizer_format)])
+    def _optimizer_state(self) -> OptimizerState:
+        check_provable(holder_of(self.view), None, [str(self.optimizer.format())])
         if self._buffer_files:
             return legacy_optimizer(holder_of(self.view), FlatState(self._flat_arrays(), joined=True, chunked=False))
         if files := [
@@ -143,27 +168,27 @@ class LegacyCheckpoint(FormatReader):
                 hint="resume with --ckpt-format torch under its own layout and number of data-parallel ranks, which "
                 "stock Megatron supports; or with --no-load-optim",
             )
-        if self.stored_optimizer_format is None or self.arguments.use_distributed_optimizer:
+        if self.optimizer.format() is None or self.job.arguments().use_distributed_optimizer:
             raise UnreadableCheckpointError(
                 "the checkpoint holds no optimizer state",
                 expected=f"{OPTIMIZER_FILE} in the rank folders, or `optimizer` in each {MODEL_FILE}",
                 where=str(self.folder),
                 hint="resume with --no-load-optim for the weights alone",
             )
-        masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.view.job.layout, self.transfer)
-        return with_masters(masters, self.weights, lambda: self.view.job.models().weights)
+        optimizers = self._weights.rank_optimizers({rank.file: rank.optimizers for rank in self._ranks})
+        masters = LegacyMasters(optimizers, self.job.arguments(), self.job.layout, self.files.transfer)
+        return with_masters(masters, self._weights, lambda: self.job.models().weights)
 
-    @cached_property
-    def has_expert_optimizer(self) -> bool:
-        """True if experts have a chained optimizer of their own, or groups of their own.
+    def _has_expert_optimizer(self) -> bool:
+        """Return whether experts have a chained optimizer of their own, or groups of their own.
 
         Such an optimizer is in addition to those of dense parameters.
         """
         if self._keeps_whole_state:
             return has_experts(child for rank in self._ranks for child in rank.optimizers)
-        return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
+        return self._children > 1 + bool(self.job.arguments().overlap_param_gather_with_optimizer_step)
 
-    def layers(self) -> list[list[range]]:
+    def _layers(self) -> list[list[range]]:
         """Return global decoder layers by `[pipeline rank][virtual stage]`.
 
         The stored model chunks are counted. Layers are numbered stage by stage, across all pipeline ranks within a
@@ -173,16 +198,17 @@ class LegacyCheckpoint(FormatReader):
         Raises:
             UnreadableCheckpointError: the number of layers differs from the job's, so that numbers would be wrong.
         """
+        arguments = self.job.arguments()
+        layout = self.job.layout
         # Some layers of such a model may have no parameters, and cannot be counted.
-        layout = self.view.job.layout
-        if has_varying_layers(self.arguments) and (layers := layers_by_chunk(self.arguments, layout)) is not None:
+        if has_varying_layers(arguments) and (layers := layers_by_chunk(arguments, layout)) is not None:
             return layers
         stages = {
             rank_state.rank.pipeline: [layers_of(chunk) for chunk in rank_state.chunks] for rank_state in self._ranks
         }
         order = [(rank, stage) for stage in range(layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
-        expected = self.arguments.layer_counts
+        expected = arguments.layer_counts
         if expected and any(counts) and sum(counts) not in expected:  # models with several blocks (T5) have no pipeline
             raise UnreadableCheckpointError(
                 "the ranks' files contain another number of layers than the job had",
@@ -196,47 +222,29 @@ class LegacyCheckpoint(FormatReader):
         }
         return [[spans[rank, stage] for stage in range(layout.virtual_pipeline)] for rank in sorted(stages)]
 
-    def parameter_orders(self) -> Sequence[ParameterOrder]:
+    def _observed_orders(self) -> Sequence[ParameterOrder]:
         """Return the order of the stored model, in which the gradient buffers were packed, then others."""
-        return [ObservedOrder(STORED_ORDER, self.weights.registered_names()), *super().parameter_orders()]
+        return [ObservedOrder(STORED_ORDER, self._weights.registered_names()), *self.options.order_sources]
 
-    @cached_property
-    def _settings(self) -> OptimizerSettings:
-        return OptimizerSettings(self._ranks, self._archive, str(self.folder))
-
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._settings.param_groups()
-
-    @override
-    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
-        return self._settings.chained_optimizer_settings() if self._keeps_whole_state else []
-
-    @override
-    def grad_scaler(self) -> dict[str, Any] | None:
-        return self._settings.grad_scaler()
-
-    @override
-    def extra_states(self) -> Mapping[str, Any]:
+    def _extra_states(self) -> Mapping[str, Any]:
         states: dict[str, Any] = {}
         for rank in self._rank_models():
-            archive = self.transfer.archive(rank.place.file)
-            for name, value in self.weights.extra_states(rank):
+            archive = self.files.transfer.archive(rank.place.file)
+            for name, value in self._weights.extra_states(rank):
                 if name not in states:
                     states |= self._state_of_experts(name, archive.with_values(value), rank)
         return states
 
     def _state_of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
         """Return a state by its name; a state of grouped experts is split by expert if possible."""
-        count = (self.arguments.num_experts or 0) // self.view.job.layout.expert
+        count = (self.job.arguments().num_experts or 0) // self.job.layout.expert
         names = grouped_experts(name, range(rank.expert * count, (rank.expert + 1) * count))
         try:
             return dict(zip(names, split_state(state, count), strict=True)) if names else {name: state}
         except UnknownStateError:
             return {name: state}
 
-    @override
-    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+    def _random_states(self) -> Mapping[tuple[int, ...], Any]:
         states: dict[tuple[int, ...], Any] = {}
         for rank_state in self._ranks:
             if rank_state.state.get("rng_state") is not None and rank_state.rank.expert == 0:
@@ -245,10 +253,9 @@ class LegacyCheckpoint(FormatReader):
                 )
         return states
 
-    @override
-    def archives(self) -> Iterator[tuple[str, int, int]]:
+    def _archives(self) -> Iterator[tuple[str, int, int]]:
         for file in (*(rank_state.file for rank_state in self._ranks), *(file for _, file in self._buffer_files)):
-            yield file, 0, self.reader.size(file)
+            yield file, 0, self.files.reader.size(file)
 
     def rank_files(self) -> Iterator[tuple[str, LegacyRank, Mapping[Any, Any]]]:
         """Yield each file, the rank that wrote it, and its content with tensors as references."""
@@ -257,7 +264,11 @@ class LegacyCheckpoint(FormatReader):
         for buffers in self._buffers:
             yield buffers.place.file, buffers.rank, dict(enumerate(buffers.children))
 
-    def unread(self, *, objects: bool = True) -> list[UnreadState]:
+    def _rank_of(self, file: str) -> tuple[int, int, int]:
+        (owner,) = (rank for name, rank, _ in self.rank_files() if name == file)
+        return owner.tensor, owner.pipeline, owner.expert
+
+    def _unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Return stored keys that this package does not read, merging equal keys of several ranks."""
         unread_states: list[UnreadState] = []
         for rank_state in self._ranks:
@@ -280,13 +291,13 @@ class LegacyCheckpoint(FormatReader):
     @cached_property
     def _ranks(self) -> list[RankState]:
         """The stored state of each rank, the first pipeline rank first."""
-        return self._folders.states(self.view.job.layout)
+        return self._folders.states(self.job.layout)
 
     def _archive(self, rank_state: RankState) -> TorchArchive:
-        return self.transfer.archive(rank_state.file)
+        return self.files.transfer.archive(rank_state.file)
 
     def _rank_models(self) -> Iterator[RankModel]:
-        layers = self.layers()
+        layers = self._layers()
         for rank_state in self._ranks:
             place = self._folders.place(rank_state.file)
             for chunk, span in zip(rank_state.chunks, layers[rank_state.rank.pipeline], strict=False):
@@ -313,33 +324,20 @@ class LegacyCheckpoint(FormatReader):
         stores the state of the dense parameters (optimizer.py, `ChainedOptimizer.save_parameter_state`).
         """
         state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
-        tensor_size = self.view.job.layout.tensor
+        tensor_size = self.job.layout.tensor
         for buffers in self._buffers:
             rank = buffers.rank
             for child, content in enumerate(buffers.children):
                 if content is not None:
-                    experts = self.has_expert_optimizer and child == self._children - 1
+                    experts = self.optimizer.has_expert_optimizer() and child == self._children - 1
                     index = self._expert_index(rank) if experts else rank.tensor + tensor_size * rank.pipeline
                     state[child, index] = buffer_arrays(content, buffers.place, buffers.place.file)
         return state
 
-    def _rank_optimizers(self) -> list[RankOptimizers]:
-        """Return the optimizers in each rank folder, and their parameters."""
-        optimizers_of = {rank_state.file: rank_state.optimizers for rank_state in self._ranks}
-        parameters: dict[str, list[tuple[str, TensorReference]]] = {}
-        optimizers: dict[str, RankOptimizers] = {}
-        for rank, named in self.weights.models:
-            file = rank.place.file
-            rank_parameters = parameters.setdefault(file, [])
-            twice = second_names(dict(named))
-            rank_parameters.extend((name, value) for name, value in named if name not in twice)
-            optimizers[file] = RankOptimizers(rank.tensor, rank.place, optimizers_of[file], rank_parameters)
-        return list(optimizers.values())
-
     def _expert_index(self, rank: LegacyRank) -> int:
         """Return the rank's position among all expert ranks, in the order that its version of Megatron uses."""
-        layout = self.view.job.layout
-        if self.arguments.is_set("expert_tensor_parallel_size"):
+        layout = self.job.layout
+        if self.job.arguments().is_set("expert_tensor_parallel_size"):
             tensor = rank.tensor % layout.expert_tensor
             return tensor + layout.expert_tensor * (rank.expert + layout.expert * rank.pipeline)
         return rank.tensor + layout.tensor * (rank.pipeline + layout.pipeline * rank.expert)

@@ -11,8 +11,10 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
+from mcore_ckpt_ext.model_space.anatomy import second_names
 from mcore_ckpt_ext.model_space.names import is_extra_state, part_names
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.optimizers.legacy_masters import RankOptimizers
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
@@ -53,6 +55,22 @@ class LegacyWeights(RankArrays):
     def registered_names(self) -> list[list[str]]:
         """Return each stored chunk's names in `state_dict` order; for split names, the first part."""
         return [[part_names(name)[0] for name, _ in named] for _, named in self.models]
+
+    def rank_optimizers(self, optimizers_of: Mapping[str, list[Mapping[str, Any]]]) -> list[RankOptimizers]:
+        """Return the optimizers in each rank folder, and their parameters.
+
+        Args:
+            optimizers_of: the optimizers in the model file of each rank, by the name of the file.
+        """
+        parameters: dict[str, list[tuple[str, TensorReference]]] = {}
+        optimizers: dict[str, RankOptimizers] = {}
+        for rank, named in self.models:
+            file = rank.place.file
+            rank_parameters = parameters.setdefault(file, [])
+            twice = second_names(dict(named))
+            rank_parameters.extend((name, value) for name, value in named if name not in twice)
+            optimizers[file] = RankOptimizers(rank.tensor, rank.place, optimizers_of[file], rank_parameters)
+        return list(optimizers.values())
 
     def _named_tensors(self, rank: RankModel) -> list[tuple[str, TensorReference]]:
         """Return a chunk's tensors with their model-space names, without Transformer Engine's `_extra_state`."""

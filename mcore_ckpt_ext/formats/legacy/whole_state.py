@@ -31,7 +31,7 @@ class WholeStates:
 
     Args:
         checkpoint: the source.
-        chain: the settings of each optimizer, as in `FormatReader.chained_optimizer_settings`.
+        chain: the settings of each optimizer, as in `StoredOptimizer.chained_optimizer_settings`.
         has_expert_optimizer: whether experts have an optimizer of their own.
     """
 

@@ -222,7 +222,7 @@ def lay_out(checkpoint: CheckpointView, target: Legacy, family: Family | None) -
     """
     check_iteration(checkpoint, target)
     arguments = reader_arguments(checkpoint, target)
-    if checkpoint.format.reader.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
+    if checkpoint.model.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(
             "the tensor-parallel split of the norms of this model's queries and keys is unknown",
             found="norms across all heads, which Megatron Core does not have",

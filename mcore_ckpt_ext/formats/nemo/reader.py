@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -19,7 +18,7 @@ from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.nemo import PREFIX, WEIGHTS
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 # Lightning's counter of steps (`dump_checkpoint`, its trainer's checkpoint connector).
@@ -33,8 +32,8 @@ class NemoCheckpoint(TorchDistCheckpoint):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return folder.name == WEIGHTS and (folder / METADATA_FILE).exists()
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return stored.folder.name == WEIGHTS and (stored.folder / METADATA_FILE).exists()
 
     @override
     def _read_index(self) -> DcpIndex:
@@ -59,11 +58,11 @@ class NemoCheckpoint(TorchDistCheckpoint):
         return common | ({"iteration": step} if isinstance(step, int) else {})
 
     @override
-    def notices_of(self, view: CheckpointView) -> list[str]:
+    def _notices(self, view: CheckpointView) -> list[str]:
         read_keys = {*COMMON_KEYS, "optimizer", _STEP}
         left = sorted(str(name) for name, value in self._stored_common.items() if name not in read_keys and value)
         dropped = [f"left out of the common state, as it belongs to Lightning: {', '.join(left)}"] if left else []
-        return [*super().notices_of(view), *dropped]
+        return [*super()._notices(view), *dropped]
 
 
 def _rename(entries: Mapping[str, Value]) -> dict[str, Value]:

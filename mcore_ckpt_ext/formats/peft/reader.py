@@ -11,6 +11,8 @@ import argparse
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
@@ -22,7 +24,6 @@ from mcore_ckpt_ext.families.adapter_config import contradictions, strange_value
 from mcore_ckpt_ext.families.adapters import MAGNITUDES, Adapters, linears_of
 from mcore_ckpt_ext.families.adapters_read import adapters_read, bridge_peft
 from mcore_ckpt_ext.families.bridge import run_config
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import fit_of_adapters
@@ -36,10 +37,11 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 )
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
-from mcore_ckpt_ext.formats.open_options import OpenOptions
+from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
+from mcore_ckpt_ext.formats.parts import Files
 from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES
-from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.json_text import read_json
 
 NAME = "peft"
@@ -90,39 +92,32 @@ _LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "c
 class PeftCheckpoint(WeightsAlone):
     """A folder of adapters that `peft` loads into a model."""
 
-    format = NAME
-    foreign_writer = "no Megatron: it is a PEFT folder"
+    name = NAME
     kind: ClassVar[str] = "a PEFT folder"
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_peft(folder)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return is_peft(stored.folder)
 
-    @classmethod
-    @override
-    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
-        if options.model is None:
-            raise adapters_without_model(folder)
-        return cls(folder, options.model, options.family)
-
-    def __init__(self, folder: Path, base: CheckpointView, family: Family | None = None) -> None:
+    def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
         """Read the configuration, the header, and whether linears share their `lora_A`.
 
         Args:
             folder: the folder.
-            base: the model of the adapters; only its description is used.
-            family: the model's family; by default recognized from the model.
+            options: see `FormatReader`; of the model, only its description is used.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged.
-            UnsupportedCheckpointError: Megatron-Bridge does not support these adapters.
+            UnsupportedCheckpointError: no model is named, or Megatron-Bridge does not support these adapters.
         """
-        super().__init__(folder)
-        self._base = base.files.folder
+        if options.model is None:
+            raise adapters_without_model(folder)
+        super().__init__(folder, options)
+        self._base = options.model.files.folder
         self.config = read_json(folder / ADAPTER)
         self._check_config()
-        self._fit: Fit = fit_of_adapters(base, family, {})
+        self._fit: Fit = fit_of_adapters(options.model, options.family, {})
         if isinstance(self._fit.family, GPT2):
             # Only Conv1D uses the key; peft ignores it for other linears (`dispatch_default`, lora/layer.py).
             raise UnsupportedCheckpointError(
@@ -140,6 +135,21 @@ class PeftCheckpoint(WeightsAlone):
         self._adapters: Adapters = adapters
         self._check_tensors(stored, shapes)
         self._weights = ModelSpaceWeights([(tensor, stored[tensor.name]) for tensor in self._once(stored)])
+
+    @cached_property
+    @override
+    def format(self) -> OpenedFormat:
+        return replace(
+            super().format,
+            notices=self._notices,
+            run_config=self._run_config,
+            conversion="mcore-ckpt convert SRC DST --to torch_dist --for bridge --weights MODEL",
+        )
+
+    @cached_property
+    @override
+    def files(self) -> Files:
+        return replace(super().files, auxiliary_files=dict)
 
     def _check_config(self) -> None:
         other = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
@@ -187,14 +197,14 @@ class PeftCheckpoint(WeightsAlone):
         end = f".{MAGNITUDES}.weight"  # the name in peft before 0.10
         return {
             name.removesuffix(".weight") if name.endswith(end) else name: tensor
-            for name, tensor in tensors_of(self.reader, file)
+            for name, tensor in tensors_of(self.files.reader, file)
         }
 
     def _digest(self, tensor: StoredTensor) -> bytes:
-        place = self.transfer.locate(tensor.extent)
+        place = self.files.transfer.locate(tensor.extent)
         size = prod(tensor.shape) * place.dtype.itemsize
         first = place.offset + tensor.first * place.dtype.itemsize
-        return hashlib.sha256(self.reader.read(place.file, first, size)).digest() + str(place.dtype).encode()
+        return hashlib.sha256(self.files.reader.read(place.file, first, size)).digest() + str(place.dtype).encode()
 
     def _once(self, stored: Mapping[str, StoredTensor]) -> Iterator[Any]:
         """Yield tensors after a check of their shapes, one for each adapter tensor of Megatron-Bridge."""
@@ -212,10 +222,9 @@ class PeftCheckpoint(WeightsAlone):
                 yield tensor
             seen.add(tensor.regions)
 
-    @property
     @override
-    def common(self) -> dict[str, Any]:
-        """The common state of a release checkpoint with this model and its adapters."""
+    def _read_common(self) -> dict[str, Any]:
+        """Return the common state of a release checkpoint with this model and its adapters."""
         arguments = {
             **self._fit.arguments.as_dict(),
             **{f"{name}_parallel_size": 1 for name in _LAYOUT},
@@ -229,7 +238,7 @@ class PeftCheckpoint(WeightsAlone):
         }
         return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
 
-    def run_config(self) -> str:
+    def _run_config(self) -> str:
         """Return Megatron-Bridge's `run_config.yaml` for a checkpoint of these adapters.
 
         Raises:
@@ -261,23 +270,9 @@ class PeftCheckpoint(WeightsAlone):
         linears = (name for name in linears_of(self._of_model) if not name.startswith("mtp."))
         return sorted(name for name in linears if _LAYER.sub("layers.", name) in kinds and name not in have)
 
-    @property
-    @override
-    def conversion(self) -> str:
-        return "mcore-ckpt convert SRC DST --to torch_dist --for bridge --weights MODEL"
-
-    @override
-    def auxiliary_files(self) -> dict[str, bytes]:
-        return {}
-
-    @override
-    def notices_of(self, view: CheckpointView) -> list[str]:
+    def _notices(self, view: CheckpointView) -> list[str]:
         notices = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
         base = self.config.get("base_model_name_or_path")
         if base and PurePath(str(base)).name != self._base.name:
             notices.append(f"they say that they were trained for {shorten(str(base))}, and {self._base} was named")
         return notices
-
-    @override
-    def extra_states(self) -> Mapping[str, Any]:
-        return {}

@@ -26,6 +26,7 @@ from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.plain_dcp import TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.job.releases import HAS_TORCH_DCP
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_parts import check_whole
@@ -45,27 +46,32 @@ _MOMENT = re.compile(r"^optimizer\.(?:optimizer\.)?state\.(?P<id>\d+)\.(?P<kind>
 class TorchDcpCheckpoint(FlattenedCheckpoint):
     """One iteration folder in `torch_dcp`."""
 
-    format = NAME
-    loading = Loading(
-        in_megatron=True,
-        flag="--use-torch-fsdp2",
-        loaded_by=HAS_TORCH_DCP,
-        failure="its loader calls ChainedOptimizer.state_dict with an argument that it does not have",
-    )
+    name = NAME
+
+    @cached_property
+    @override
+    def format(self) -> OpenedFormat:
+        loading = Loading(
+            in_megatron=True,
+            flag="--use-torch-fsdp2",
+            loaded_by=HAS_TORCH_DCP,
+            failure="its loader calls ChainedOptimizer.state_dict with an argument that it does not have",
+        )
+        return replace(super().format, loading=loading)
 
     @override
-    def evidence(self) -> Iterator[Bound]:
+    def _evidence(self) -> Iterator[Bound]:
         yield "jobs with --use-torch-fsdp2 have written this format since 0.12", *HAS_TORCH_DCP.span
 
     @override
     def _read_index(self) -> DcpIndex:
-        weights = {name: replace(array, key=name) for name, array in self._weights()}
+        weights = {name: replace(array, key=name) for name, array in self._stored_weights()}
         state = dict(self._state(weights)) if self._groups else {}
         return DcpIndex({**weights, **state}, {}, {}, has_plans=True)
 
-    def _weights(self) -> Iterator[tuple[str, StoredArray]]:
+    def _stored_weights(self) -> Iterator[tuple[str, StoredArray]]:
         """Yield each weight by its name in model space, in the order of registration."""
-        for key, array in self.stored_index.arrays.items():
+        for key, array in self._stored_index.arrays.items():
             if key.startswith(MODEL) and not is_extra_state(key):
                 yield check_whole(model_space_name(key.removeprefix(MODEL), 0, 0, self.recorded_arguments), NAME), array
 
@@ -86,7 +92,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         """
         masters: dict[int, dict[int, StoredArray]] = {}
         moments: dict[int, dict[str, StoredArray]] = {}
-        for key, array in self.stored_index.arrays.items():
+        for key, array in self._stored_index.arrays.items():
             if match := _MASTER.match(key):
                 masters.setdefault(int(match["group"]), {})[int(match["position"])] = array
             elif match := _MOMENT.match(key):
@@ -124,7 +130,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
             UnsupportedCheckpointError: a group has no step, because torch's own Adam stores it by parameter.
         """
         by_number: dict[int, dict[str, Any]] = {}
-        for key in self.stored_index.objects:
+        for key in self._stored_index.objects:
             if match := _GROUP.match(key):
                 by_number.setdefault(int(match["group"]), {})[match["setting"]] = self._stored_object(key)
         groups = [group for _, group in sorted(by_number.items())]
@@ -141,20 +147,20 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         if not self._groups:
             return []
         inner = {"param_groups": list(self._groups)}
-        has_masters = any(_MASTER.match(key) for key in self.stored_index.arrays)
+        has_masters = any(_MASTER.match(key) for key in self._stored_index.arrays)
         return [{"optimizer": inner} if has_masters else inner]
 
     @override
-    def extra_states(self) -> Mapping[str, Any]:
+    def _extra_states(self) -> Mapping[str, Any]:
         return {
             model_space_name(key.removeprefix(MODEL), 0, 0, self.recorded_arguments): self._stored_object(key)
-            for key in self.stored_index.objects
+            for key in self._stored_index.objects
             if key.startswith(MODEL) and is_extra_state(key)
         }
 
     @override
     def _is_taken(self, key: str) -> bool:
-        if key in self.stored_index.objects:
+        if key in self._stored_index.objects:
             return bool(_GROUP.match(key)) or (key.startswith(MODEL) and is_extra_state(key))
         of_optimizer = bool(_MASTER.match(key) or _MOMENT.match(key))
         return of_optimizer or (key.startswith(MODEL) and not is_extra_state(key))

@@ -7,16 +7,16 @@ to that of a `torch_dist` checkpoint.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.formats.backend import is_finished
+from mcore_ckpt_ext.formats.parts import StoredWeights, lazy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import (
@@ -28,8 +28,6 @@ from mcore_ckpt_ext.formats.unread_state import (
     merge_entries,
     unread_job_state,
 )
-from mcore_ckpt_ext.model_space.names import ShardedKey
-from mcore_ckpt_ext.optimizers.table import format_name
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
@@ -41,35 +39,35 @@ RANDOM_STATE = "rng_state."
 class FlattenedCheckpoint(TorchDistCheckpoint):
     """One iteration folder of torch's distributed checkpoint, written by Megatron with flattened keys."""
 
-    is_loaded_as_stored = False
-
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_finished(folder, cls.format)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return super().recognizes(stored) or plain_backend(stored) == cls.name
 
-    @classmethod
+    @cached_property
     @override
-    def recognizes_index(cls, stored: FolderIndex) -> bool:
-        return plain_backend(stored) == cls.format
+    def model(self) -> StoredWeights:
+        # Megatron's keys, because these formats do not stack layers.
+        keys = lazy(lambda: sharded_keys(self.model.weights().names(), self.job.arguments()))
+        return replace(super().model, sharded_keys=keys)
 
     @override
-    def stored_parts(self) -> Iterator[StoredParts]:
-        for key, array in self.stored_index.arrays.items():
+    def _stored_parts(self) -> Iterator[StoredParts]:
+        for key, array in self._stored_index.arrays.items():
             if array.chunks:
                 yield StoredParts(self.kind_of(key), key, array.files_and_bytes())
-        for key, stored in self.stored_index.objects.items():
+        for key, stored in self._stored_index.objects.items():
             yield StoredParts(OTHER, key, [(stored.file, stored.length)])
 
     @cached_property
     @override
-    def stored_index(self) -> DcpIndex:
+    def _stored_index(self) -> DcpIndex:
         return self.folder_index.content
 
     @override
     def _read_common(self) -> dict[str, Any]:
         common: dict[str, Any] = {}
-        for key in self.stored_index.objects:
+        for key in self._stored_index.objects:
             first, *rest = key.split(".")
             if first in COMMON_KEYS and len(rest) <= 1:
                 value = self._stored_object(key)
@@ -80,7 +78,7 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
         return common
 
     def _stored_object(self, key: str) -> Any:
-        return self._load_archived(self.stored_index.objects[key], key)
+        return self._load_archived(self._stored_index.objects[key], key)
 
     @override
     def _unwrap(self, loaded: Any, where: str) -> Any:
@@ -88,20 +86,15 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @cached_property
     @override
-    def stored_optimizer_format(self) -> str | None:
-        return format_name(self._optimizer_keys)
-
-    @cached_property
-    @override
     def _keeps_nothing(self) -> bool:
         return False
 
     @override
-    def unread(self, *, objects: bool = True) -> list[UnreadState]:
+    def _unread(self, *, objects: bool = True) -> list[UnreadState]:
         return merge_entries(self._left_over())
 
     def _left_over(self) -> Iterator[UnreadState]:
-        index = self.stored_index
+        index = self._stored_index
         sizes = {key: place.length for key, place in index.objects.items()}
         for key, array in index.arrays.items():
             sizes[key] = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
@@ -120,7 +113,3 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
     @abstractmethod
     def kind_of(self, key: str) -> str:
         """Return the kind of a stored array."""
-
-    @override
-    def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        return FormatReader.sharded_keys(self)  # Megatron's keys, because these formats do not stack layers

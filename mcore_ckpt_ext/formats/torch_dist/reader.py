@@ -6,8 +6,8 @@ The common state is `common.pt` up to 0.18, and the object `common_state` since 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -17,8 +17,9 @@ from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.evidence import Bound, Loading, bounds_of_index, bounds_of_metadata
 from mcore_ckpt_ext.formats.holder import holder_of
-from mcore_ckpt_ext.formats.parts import Weights
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, lazy
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
+from mcore_ckpt_ext.formats.reader import parts_of_tensors
 from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.torch_dist.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
@@ -34,9 +35,9 @@ from mcore_ckpt_ext.formats.unread_state import (
     unread_common_state,
     unread_job_state,
 )
-from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
 from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
-from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
+from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
@@ -48,6 +49,7 @@ from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_o
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import is_stored
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -64,25 +66,61 @@ _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
 class TorchDistCheckpoint(DescribedCheckpoint):
     """One iteration folder in `torch_dist`."""
 
-    format = NAME
-    loading = Loading(in_megatron=True)
-    is_loaded_as_stored = True
+    name = NAME
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        return is_finished(folder, cls.format)
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return is_finished(stored.folder, cls.name)
 
+    @cached_property
     @override
-    def stored_parts(self) -> Iterator[StoredParts]:
-        yield from parts_of_torch_dist(self.index, lambda: self.optimizer.buffers)
-        if self.has_external_weights:
-            yield from self.parts_of([WEIGHT])
+    def format(self) -> OpenedFormat:
+        return replace(super().format, loading=Loading(in_megatron=True))
 
+    @cached_property
     @override
-    def evidence(self) -> Iterator[Bound]:
+    def files(self) -> Files:
+        return replace(super().files, archives=self._archives, stored_parts=self._stored_parts, unread=self._unread)
+
+    @cached_property
+    @override
+    def model(self) -> StoredWeights:
+        source = self._weights_source
+        return replace(
+            super().model, sharded_keys=source.model.sharded_keys if source else lambda: self._weights.places()
+        )
+
+    @cached_property
+    @override
+    def optimizer(self) -> StoredOptimizer:
+        return StoredOptimizer(
+            state=lazy(self._optimizer_state),
+            format=lazy(self._optimizer_format),
+            has_expert_optimizer=lazy(self._has_expert_optimizer),
+            param_groups=self._param_groups,
+            chained_optimizer_settings=self._chained_optimizer_settings,
+            grad_scaler=self._grad_scaler,
+        )
+
+    @cached_property
+    @override
+    def job(self) -> Job:
+        return replace(super().job, evidence=self._evidence)
+
+    @cached_property
+    @override
+    def states(self) -> States:
+        return States(self._extra_states, self._random_states, self._random_state_grid)
+
+    def _stored_parts(self) -> Iterator[StoredParts]:
+        yield from parts_of_torch_dist(self.index, lambda: self.optimizer.state().buffers)
+        if self._weights_source is not None:
+            yield from parts_of_tensors(self.view, [WEIGHT])
+
+    def _evidence(self) -> Iterator[Bound]:
         yield from self._evidence_of_files()
-        yield from bounds_of_metadata(self.common)
+        yield from bounds_of_metadata(self.job.common())
 
     def _evidence_of_files(self) -> Iterator[Bound]:
         if COMMON_OBJECT in self.index.objects:
@@ -98,25 +136,15 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def _read_index(self) -> DcpIndex:
         return self.folder_index.content
 
-    @property
-    def stored_index(self) -> DcpIndex:
-        """The index by the keys in `.metadata`."""
-        return self.index
-
-    @property
-    @override
-    def weights(self) -> Weights:
-        return self._source_weights or self._own_weights
-
     @cached_property
-    def _own_weights(self) -> StackedWeights:
+    def _weights(self) -> StackedWeights:
         arrays = self.index.arrays
         return StackedWeights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
 
     @override
     def _read_common(self) -> dict[str, Any]:
         if is_stored(self.folder / COMMON_FILE):
-            archive = TorchArchive(self.reader, COMMON_FILE)
+            archive = TorchArchive(self.files.reader, COMMON_FILE)
             common = archive.with_values(archive.load())
         elif COMMON_OBJECT in self.index.objects:
             common = self._values(COMMON_OBJECT)
@@ -132,9 +160,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
             raise UnreadableCheckpointError("the common state is not a dict", found=kind, where=str(self.folder))
         return common
 
-    @cached_property
-    def stored_optimizer_format(self) -> str | None:
-        """The optimizer format according to its keys, which take precedence over the common state."""
+    def _optimizer_format(self) -> str | None:
+        """Return the optimizer format according to its keys, which take precedence over the common state."""
         return unlabeled_format() if self._keeps_nothing else format_name(self._optimizer_keys)
 
     @cached_property
@@ -147,38 +174,30 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def _optimizer_keys(self) -> StoredKeys:
         """The stored optimizer state."""
         index = self.index
-        label = sharding_type(self.common)
+        label = sharding_type(self.job.common())
         return StoredKeys(
             index.arrays, index.objects, index.natural_shapes, index.chunks_show_parameters, label, self.object
         ).optimizer_keys()
 
-    @cached_property
-    def has_expert_optimizer(self) -> bool:
-        """True if experts have a chained optimizer of their own, or groups of their own.
+    def _has_expert_optimizer(self) -> bool:
+        """Return whether experts have a chained optimizer of their own, or groups of their own.
 
         Such an optimizer is in addition to those of dense parameters.
         """
         children = optimizer_children([*self.index.arrays, *self.index.objects])
-        expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
+        expected = 1 + bool(self.job.arguments().overlap_param_gather_with_optimizer_step)
         # Formats in model space do not number their optimizers, and keep all groups in the common state.
         return children > expected or has_experts(self._common_optimizers())
 
-    @cached_property
-    def optimizer(self) -> OptimizerState:
-        """The optimizer's state.
-
-        Raises:
-            UnsupportedCheckpointError: its format is not supported.
-        """
+    def _optimizer_state(self) -> OptimizerState:
         if self._keeps_nothing:
             nothing = ModelSpaceState(self._optimizer_keys, distributed=False)
-            return with_masters(nothing, self.weights, lambda: self.view.job.models().weights)
+            return with_masters(nothing, self.model.weights(), lambda: self.job.models().weights)
         return open_optimizer(holder_of(self.view), self._optimizer_keys)
 
-    @override
-    def unread(self, *, objects: bool = True) -> list[UnreadState]:
+    def _unread(self, *, objects: bool = True) -> list[UnreadState]:
         within = self._unread_in_objects() if objects else ()
-        return merge_entries([*self._unread_keys(), *unread_common_state(self.common, COMMON_KEYS), *within])
+        return merge_entries([*self._unread_keys(), *unread_common_state(self.job.common(), COMMON_KEYS), *within])
 
     def _unread_keys(self) -> Iterator[UnreadState]:
         """Yield arrays and objects of the index that are not read."""
@@ -208,7 +227,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """
         return self._load_archived(self.index.objects[key], key)
 
-    def param_groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups as each rank group stored them, with repetitions.
 
         Flat formats store them in separate objects, model-space formats in the common state.
@@ -225,9 +244,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
             groups.extend({**counted, **group} for group in inner.get("param_groups", []))
         return groups
 
-    @override
-    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
-        if all(encoding.distributed for encoding in encodings_named(self.stored_optimizer_format)):
+    def _chained_optimizer_settings(self) -> list[dict[str, Any]]:
+        if all(encoding.distributed for encoding in encodings_named(self.optimizer.format())):
             return []
         children = []
         for number, child in enumerate(self._common_optimizers()):
@@ -237,8 +255,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
             children.append({**child, "optimizer": {"param_groups": once(groups)}} if groups else child)
         return children
 
-    def grad_scaler(self) -> dict[str, Any] | None:
-        """Return the state of the gradient scaler (fp16 only)."""
+    def _grad_scaler(self) -> dict[str, Any] | None:
         for key in self._keys(_SCALER_OBJECTS):
             return dict(self._values(key))
         scalers = [child["grad_scaler"] for child in self._common_optimizers() if child.get("grad_scaler")]
@@ -246,21 +263,16 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     def _common_optimizers(self) -> list[dict[Any, Any]]:
         """Return the optimizer's entries in the common state: one, or one for each chained optimizer."""
-        return common_optimizers(self.common)
+        return common_optimizers(self.job.common())
 
-    def random_state_grid(self) -> tuple[int, ...] | None:
+    def _random_state_grid(self) -> tuple[int, ...] | None:
         """Return the grid of ranks with stored random states: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
         for key in self.index.objects:
             if key.startswith(_RANDOM_STATE):
                 return tuple(int(size) for size in key.rpartition("_")[2].split("."))
         return None
 
-    def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """Return the keys of the weights, which may be stored in another checkpoint."""
-        return self._weights_source.model.sharded_keys() if self._weights_source else self._own_weights.places()
-
-    @override
-    def extra_states(self) -> Mapping[str, Any]:
+    def _extra_states(self) -> Mapping[str, Any]:
         states = dict(self._weights_source.states.extra()) if self._weights_source else {}
         for key, _, shard in (name.rpartition("/shard_") for name in self.index.objects):
             if is_extra_state(key):
@@ -269,8 +281,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 states[name_at(key, offsets[: stacked_axes(key)])] = value
         return states
 
-    @override
-    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+    def _random_states(self) -> Mapping[tuple[int, ...], Any]:
         states = {}
         for key in self.index.objects:
             if key.startswith(_RANDOM_STATE):
@@ -278,14 +289,13 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 states[tuple(int(number) for number in place.split("."))] = self._values(key)
         return states
 
-    def archives(self) -> Iterator[tuple[str, int, int]]:
-        """Yield all torch archives of the checkpoint as (file, offset, length)."""
-        for array in self.stored_index.arrays.values():
+    def _archives(self) -> Iterator[tuple[str, int, int]]:
+        for array in self._stored_index.arrays.values():
             for extent in (chunk.extent for chunk in array.chunks if not isinstance(chunk.extent, RawArray)):
                 yield extent.file, extent.offset, extent.length
-        for stored in self.stored_index.objects.values():
+        for stored in self._stored_index.objects.values():
             yield stored.file, stored.offset, stored.length
-        yield from self.external_archives()
+        yield from self._external_archives()
 
     def _keys(self, suffix: str) -> list[str]:
         return sorted(k for k in self.index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))
@@ -293,10 +303,10 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def _values(self, key: str) -> Any:
         """Read a small object and its tensors."""
         place = self.index.objects[key]
-        return TorchArchive(self.reader, place.file, place.offset, place.length).with_values(self.object(key))
+        return TorchArchive(self.files.reader, place.file, place.offset, place.length).with_values(self.object(key))
 
     def _load_archived(self, place: StoredObject, key: str) -> Any:
-        archive = TorchArchive(self.reader, place.file, place.offset, place.length)
+        archive = TorchArchive(self.files.reader, place.file, place.offset, place.length)
         return self._unwrap(archive.load(), f"{key}, {archive.where}")
 
     def _unwrap(self, loaded: Any, where: str) -> Any:

@@ -336,9 +336,9 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
     expert = target.expert_model_parallel_size
     has_expert_optimizer = checkpoint.optimizer.has_expert_optimizer() if expert is None else expert > 1
     written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.is_for_bridge)
-    of_bridge = checkpoint.format.reader.bridge_notices() if target.is_for_bridge else []
+    of_bridge = checkpoint.format.bridge_notices() if target.is_for_bridge else []
     output = with_notes(written.output(), [*note_on(changes), *of_bridge])
-    if (stored_config := checkpoint.format.reader.run_config()) is not None:
+    if (stored_config := checkpoint.format.run_config()) is not None:
         output = with_files(output, small_file(RUN_CONFIG, stored_config.encode()))
     elif target.is_for_bridge:
         run_config, notes = run_config_file(checkpoint, written.carries_random_states)

@@ -13,9 +13,10 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_OBJECT, TorchDistCheckpoint
 from mcore_ckpt_ext.job.loops.verl import DISTRIBUTED
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
 
@@ -31,9 +32,9 @@ class VerlCheckpoint(TorchDistCheckpoint):
 
     @classmethod
     @override
-    def recognizes(cls, folder: Path) -> bool:
-        has_metadata = any((folder / name).exists() for name in (CONFIG_FILE, METADATA_FILE))
-        return not has_metadata and bool(_parts(folder))
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        has_metadata = any((stored.folder / name).exists() for name in (CONFIG_FILE, METADATA_FILE))
+        return not has_metadata and bool(_parts(stored.folder))
 
     @override
     def _read_index(self) -> DcpIndex:
@@ -52,7 +53,9 @@ class VerlCheckpoint(TorchDistCheckpoint):
     def _read_common(self) -> dict[str, Any]:
         common: dict[str, Any] = {}
         for part in _parts(self.folder):
-            common |= TorchDistCheckpoint(self.folder / part, index=self.folder_index.below(part)).common
+            common |= TorchDistCheckpoint(
+                self.folder / part, OpenOptions(index=self.folder_index.below(part))
+            ).job.common()
         return common
 
 

@@ -10,6 +10,8 @@ coordinates, so that optimizer state in model space has its natural shape. Every
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -26,6 +28,7 @@ from mcore_ckpt_ext.errors import (
 )
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.job.releases import LOADS_ZARR, WRITES_ZARR
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -57,10 +60,13 @@ _PLAIN: Mapping[str, Any] = {"zarr_format": 2, "compressor": None, "filters": No
 class ZarrCheckpoint(TorchDistCheckpoint):
     """One iteration folder in `zarr`."""
 
-    format = NAME
-    # Megatron's loader supported it up to 0.15 (commit faa6037b).
-    loading = Loading(in_megatron=True, loaded_by=LOADS_ZARR)
-    is_loaded_as_stored = False
+    name = NAME
+
+    @cached_property
+    @override
+    def format(self) -> OpenedFormat:
+        # Megatron's loader supported it up to 0.15 (commit faa6037b).
+        return replace(super().format, loading=Loading(in_megatron=True, loaded_by=LOADS_ZARR))
 
     @override
     def _evidence_of_index(self) -> Iterator[Bound]:

@@ -218,7 +218,7 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
     Raises:
         UnreadableCheckpointError: elements are stored more than once.
     """
-    index = checkpoint.format.reader.stored_index
+    index = checkpoint.files.stored_index()
     if index is not None and (overlapping := index.overlapping):
         raise UnreadableCheckpointError(
             "the checkpoint stores elements more than once",

@@ -141,9 +141,9 @@ class ShardedLoad:
             UnreadableCheckpointError: a record contradicts the index.
         """
         self._requested = requested
-        self._transfer = checkpoint.transfer
+        self._transfer = checkpoint.files.transfer
         self._plan = make_plan([_target_slice(entry) for entry in requested], StoredArrays(checkpoint.index.arrays))
-        self._reader = checkpoint.reader
+        self._reader = checkpoint.files.reader
         self._once: ReadOnce | None = None
         self._payloads = [self._transfer.locate(read.extent) for read in self._plan.reads]
 

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, is_model
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, described_model
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
@@ -118,7 +119,7 @@ def _layer_spec(arguments: Any) -> str:
 def open_for_job(folder: Path, arguments: Any) -> HuggingFaceCheckpoint:
     """Open the folder for the job's layer spec, with the keys of `config.json` that the job accepts."""
     with accept_keys(ACCEPT_KEYS.choose(arguments)):
-        return HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
+        return HuggingFaceCheckpoint(folder, OpenOptions(transformer_impl=_layer_spec(arguments)))
 
 
 def check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Chunks) -> None:

@@ -117,7 +117,7 @@ def _rank_state(
         spell = name_map_for(checkpoint, live)
         check_names(checkpoint, set(map(spell, live)))
         # A Hugging Face folder has no arguments: this job's arguments have been compared with its config.json.
-        written = Namespace(**(vars(arguments) if checkpoint.format.reader.is_model_folder else checkpoint.job.args))
+        written = Namespace(**(vars(arguments) if checkpoint.format.is_model_folder else checkpoint.job.args))
         vars(written).update({name: getattr(arguments, name) for name in _LAYOUT_ARGUMENTS if hasattr(arguments, name)})
         described = live_parameters(chunks, spell)
         states = checkpoint.states.extra()
@@ -146,7 +146,7 @@ def _model_state(
     targets = [TargetSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
     filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
     checkpoint.files.transfer.execute(make_plan(targets, checkpoint), filled)
-    if checkpoint.format.reader.is_model_folder:
+    if checkpoint.format.is_model_folder:
         _check_numbers(tensors, filled, str(checkpoint.files.folder))
     extra = states_for(state, dict(zip(local, tensors, strict=True)), states)
     values = {

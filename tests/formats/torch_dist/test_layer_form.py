@@ -15,7 +15,7 @@ LISTED, DEFAULT = "moe_layer_freq=([1]*4)", "moe_layer_freq=1"
 
 
 def keys_of(run: Path) -> list[str]:
-    index = open_checkpoint(run).format.reader.index
+    index = open_checkpoint(run).files.index()
     assert index is not None
     return [key for key in [*index.arrays, *index.objects] if "decoder.layers." in key]
 

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint, read_index
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.operations.verification import verify
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -146,6 +147,6 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_not_taken_for_one(tmp_path: Path) -> None:
-    assert not ZarrCheckpoint.recognizes(tmp_path)
-    assert not ZarrCheckpoint.recognizes(fixture_named("p01").iteration)
-    assert ZarrCheckpoint.recognizes(fixture_named("p31").iteration)
+    assert not ZarrCheckpoint.recognizes(FolderIndex(tmp_path))
+    assert not ZarrCheckpoint.recognizes(FolderIndex(fixture_named("p01").iteration))
+    assert ZarrCheckpoint.recognizes(FolderIndex(fixture_named("p31").iteration))

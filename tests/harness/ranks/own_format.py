@@ -16,6 +16,7 @@ from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, small_file, with_files
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 MARK = "own.json"
 
@@ -31,11 +32,11 @@ class Own(Target):
 class OwnCheckpoint(CanonicalCheckpoint):
     """A folder with a mark of its own."""
 
-    format = "own"
+    name = "own"
 
     @classmethod
-    def recognizes(cls, folder: Path) -> bool:
-        return (folder / MARK).exists()
+    def recognizes(cls, stored: FolderIndex) -> bool:
+        return (stored.folder / MARK).exists()
 
 
 def lay_out(checkpoint: CheckpointView, target: Own, family: Family | None) -> OutputPlan:
