@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     )
     from mcore_ckpt_ext.operations.pipeline_map import Stage
     from mcore_ckpt_ext.operations.resumed_settings import Setting
+    from mcore_ckpt_ext.operations.resumptions import Evidence, Resumption, Writer
     from mcore_ckpt_ext.operations.verification import verify
-    from mcore_ckpt_ext.operations.versions import Evidence, Resumption, Writer
     from mcore_ckpt_ext.patching.patch_point import PatchPointStatus
 
 __version__ = "0.2.0"
@@ -142,7 +142,7 @@ _MODULES = {
     "VerificationOptions": "mcore_ckpt_ext.operations.options",
     "DestinationError": "mcore_ckpt_ext.errors",
     "DifferenceMap": "mcore_ckpt_ext.operations.difference_map",
-    "Evidence": "mcore_ckpt_ext.operations.versions",
+    "Evidence": "mcore_ckpt_ext.operations.resumptions",
     "MetadataComparison": "mcore_ckpt_ext.operations.metadata_comparison",
     "Setting": "mcore_ckpt_ext.operations.resumed_settings",
     "Facts": "mcore_ckpt_ext.job.facts",
@@ -164,7 +164,7 @@ _MODULES = {
     "UnknownNameError": "mcore_ckpt_ext.errors",
     "Report": "mcore_ckpt_ext.operations.conversion",
     "ResumeRefusedError": "mcore_ckpt_ext.errors",
-    "Resumption": "mcore_ckpt_ext.operations.versions",
+    "Resumption": "mcore_ckpt_ext.operations.resumptions",
     "SaveFailedError": "mcore_ckpt_ext.errors",
     "PatchPointStatus": "mcore_ckpt_ext.patching.patch_point",
     "Stage": "mcore_ckpt_ext.operations.pipeline_map",
@@ -180,7 +180,7 @@ _MODULES = {
     "UnsupportedCheckpointError": "mcore_ckpt_ext.errors",
     "UsageError": "mcore_ckpt_ext.errors",
     "Verification": "mcore_ckpt_ext.operations.findings",
-    "Writer": "mcore_ckpt_ext.operations.versions",
+    "Writer": "mcore_ckpt_ext.operations.resumptions",
     "choose_layout": "mcore_ckpt_ext.operations.elastic_layout",
     "compare": "mcore_ckpt_ext.operations.comparison",
     "convert": "mcore_ckpt_ext.operations.conversion",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.formats.target import is_installed, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.operations.versions import writer_of
+from mcore_ckpt_ext.operations.resumptions import writer_of
 from mcore_ckpt_ext.versions import KNOWN, Version, parse_version
 
 

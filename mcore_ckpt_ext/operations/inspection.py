@@ -25,7 +25,7 @@ from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.inspection_result import BufferMap, Inspection, StoredFile, StoredTensor
 from mcore_ckpt_ext.operations.pipeline_map import stages_of
-from mcore_ckpt_ext.operations.versions import has_job, resumptions, writer_of
+from mcore_ckpt_ext.operations.resumptions import has_job, resumptions, writer_of
 from mcore_ckpt_ext.optimizers.description import describe_optimizers
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names

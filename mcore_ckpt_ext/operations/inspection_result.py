@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.operations.pipeline_map import Stage
+from mcore_ckpt_ext.operations.resumptions import Resumption, Writer
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
-from mcore_ckpt_ext.operations.versions import Resumption, Writer
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from mcore_ckpt_ext.operations.layout_flags import (
 )
 from mcore_ckpt_ext.operations.options import Location, PlanOptions
 from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.operations.resumptions import has_job, stock_resumes, writer_of
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
-from mcore_ckpt_ext.operations.versions import has_job, stock_resumes, writer_of
 
 SCHEMA = SCHEMAS["plan"]
 _NO_MEMORY = "unknown: pass --gpu-memory"

@@ -1,6 +1,6 @@
 """Failures of stock Megatron with intact optimizer state that the stored state alone can show.
 
-The checks of a live load (`megatron/policy.py`) and the account of a checkpoint (`operations/versions.py`) share the
+The checks of a live load (`megatron/policy.py`) and the account of a checkpoint (`operations/resumptions.py`) share the
 rows. Whether a row applies follows from the facts of the load, or from what is stored.
 """
 

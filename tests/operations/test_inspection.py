@@ -18,7 +18,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.operations import versions
+from mcore_ckpt_ext.operations import resumptions
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.inspection_result import Inspection
 from tests.harness.checkpoints import CORRUPTED, INTACT, Fixture, fixture_named
@@ -160,7 +160,7 @@ def test_files_alone_narrow_the_version(name: str, expected: str) -> None:
     """Without the arguments, which a launcher may rewrite."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
     checkpoint.job.common()["args"].__dict__.clear()
-    writer = versions.writer_of(checkpoint)
+    writer = resumptions.writer_of(checkpoint)
     assert writer.version == expected
     without = "content metadata" in {item.what.removeprefix("no ") for item in writer.evidence}
     assert without == (name in ("p05", "p06", "p07", "p31"))
@@ -211,7 +211,7 @@ def test_contradicting_evidence_is_not_explained_away(damaged: Fixture) -> None:
         found = mcore_ckpt_ext.open_checkpoint(damaged.run)
         for name in without:
             vars(found.job.common()["args"]).pop(name, None)
-        return versions.writer_of(found).version
+        return resumptions.writer_of(found).version
 
     assert written_by(["tiktoken_pattern"]) == "0.16", "one argument that a fork took out decides nothing"
     assert "contradicts itself" in written_by(FIRST_ARGUMENTS)

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.layout_plan import plan
-from mcore_ckpt_ext.operations.versions import stock_resumes
+from mcore_ckpt_ext.operations.resumptions import stock_resumes
 from mcore_ckpt_ext.versions import NEWEST
 from tests.harness.checkpoints import fixture_named
 
