@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 
+from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_parameters import Cut
@@ -193,7 +194,8 @@ class ModelTable:
         for (size, bands, is_expert), name in self._cut_sizes.items():
             ranks = expert_tensor if is_expert else tensor
             if size % (bands * ranks):
-                return f"{name} has {size // bands} rows or columns, which {ranks} ranks cannot divide"
+                rows = quantity(size // bands, "row or column", "rows or columns")
+                return f"{name} has {rows}, which {ranks} ranks cannot divide"
         return None
 
     @cached_property

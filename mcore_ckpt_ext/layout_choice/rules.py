@@ -117,7 +117,7 @@ def _linear_attention(choice: Choice) -> str | None:
         return None
     for name, heads in (("key", job.linear_num_key_heads), ("value", job.linear_num_value_heads)):
         if heads and heads % ranks:
-            return f"{heads} {name} heads of linear attention cannot be divided by TP x CP = {ranks}"
+            return f"{quantity(heads, f'{name} head')} of linear attention cannot be divided by TP x CP = {ranks}"
     return None
 
 

@@ -9,7 +9,7 @@ from math import prod
 from operator import add, attrgetter
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value, quantity
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, checked_numel, whole_number
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
@@ -176,7 +176,8 @@ def _array(key: str, entry: Any, all_records: Records, table: ChunkTable) -> Sto
     # Only now are the sizes small enough to be multiplied.
     for numel, length in zip(array.numels(), lengths, strict=True):
         if numel * ITEM_SIZE[dtype] > length:
-            raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
+            content = f"{quantity(numel, 'element')} of {dtype} in {quantity(length, 'byte')}"
+            raise ValueError(f"a chunk of {key} has {content}")
     return array
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, unreadable_file
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity, unreadable_file
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import checked_name
@@ -133,7 +133,7 @@ def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
     for name in data:
         checked_name(name, folder)
         if stored.get(name, sizes[name]) != sizes[name]:
-            return f"{name} has {stored[name]} bytes, and had {sizes[name]}"
+            return f"{name} has {quantity(stored[name], 'byte')}, and had {sizes[name]:,}"
     others = [name for name in stored if "/" not in name and name.endswith(_DATA_SUFFIXES) and name not in sizes]
     return f"{min(others)} is not one of its files" if others else ""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unreadable_file
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, quantity, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import open_file, readable_sizes
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.direct_reads import WORTH, DirectDescriptor, DirectReads
@@ -45,8 +45,8 @@ def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointErr
     """Return the error for a file of `found` bytes whose metadata requires `needed`."""
     return UnreadableCheckpointError(
         "a file of the checkpoint is shorter than its metadata says",
-        found=f"{found} bytes",
-        expected=f"at least {needed} bytes",
+        found=quantity(found, "byte"),
+        expected=f"at least {quantity(needed, 'byte')}",
         where=str(where),
         hint=INTERRUPTED,
     )

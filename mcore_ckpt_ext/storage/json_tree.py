@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, shorten
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, quantity, shorten
 from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
 from mcore_ckpt_ext.storage.budget import check_keys, checked_numel
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of, tensor_of
@@ -119,7 +119,7 @@ def _untensor(content: Any) -> torch.Tensor:
     flat = tensor_of(base64.b64decode(content["data"]), _dtype(content["dtype"]))
     shape = tuple(content["shape"])
     if checked_numel(shape) != flat.numel():
-        raise ValueError(f"a tensor of shape {shape} with {flat.numel()} elements")
+        raise ValueError(f"a tensor of shape {shape} with {quantity(flat.numel(), 'element')}")
     return flat.reshape(shape)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shorten
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity, shorten
 from mcore_ckpt_ext.storage.json_text import parse_json
 
 _HEAD = "# mcore_ckpt_ext manifest 1"
@@ -97,7 +97,8 @@ def _parse(text: str) -> Manifest:
     tensors = [_tensor(line) for line in lines if is_ours and line.startswith(_TENSOR)]
     files = dict(_file(line) for line in lines if line and not line.startswith("#"))
     if is_ours and lines[-1] != _end(len(files), len(tensors)):
-        raise ValueError(f"it has {len(files)} files and {len(tensors)} tensors, and ends with {lines[-1]!r}")
+        counts = f"{quantity(len(files), 'file')} and {quantity(len(tensors), 'tensor')}"
+        raise ValueError(f"it has {counts}, and ends with {lines[-1]!r}")
     if not files:
         raise ValueError("it lists no file")
     return Manifest(files, tuple(tensors), is_ours)

@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import StorageError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import StorageError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.storage.multipart import upload_options
 from mcore_ckpt_ext.storage.store_errors import raise_unless_missing, translate_errors
 from mcore_ckpt_ext.storage.store_file import StoreFile
@@ -271,8 +271,8 @@ class StorePath:
         if len(data) != stop - start:
             raise StorageError(
                 "the remote store returned another number of bytes than was requested",
-                found=f"{len(data):,} bytes",
-                expected=f"{stop - start:,} bytes from byte {start:,}",
+                found=quantity(len(data), "byte"),
+                expected=f"{quantity(stop - start, 'byte')} from byte {start:,}",
                 where=str(self),
                 hint="try again; if it fails again, the file changes while it is read",
             )

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import IO, Any, cast
 
-from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, UnsupportedCheckpointError, shorten
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, UnsupportedCheckpointError, quantity, shorten
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.crc32 import crc32
@@ -172,7 +172,7 @@ class TorchArchive:
         if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > record.file_size:
             raise UnreadableCheckpointError(
                 "a tensor does not fit its record",
-                found=f"a record of {record.file_size} bytes",
+                found=f"a record of {quantity(record.file_size, 'byte')}",
                 expected=f"shape {tensor.shape}, strides {tensor.stride}, {dtype} from element {tensor.offset}",
                 where=self.where,
             )

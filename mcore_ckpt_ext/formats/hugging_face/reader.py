@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, with_indefinite_article
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, quantity, with_indefinite_article
 from mcore_ckpt_ext.families.bridge import import_notices, run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
@@ -186,7 +186,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if layers > len(stored):
             raise UnreadableCheckpointError(
                 "config.json describes more layers than the folder can contain",
-                found=f"{len(stored)} tensors", expected=f"{layers} layers", where=str(self.folder),
+                found=quantity(len(stored), "tensor"), expected=quantity(layers, "layer"), where=str(self.folder),
             )  # fmt: skip
         # Query, key and value are interleaved rows of one parameter, so each query group has regions of its own.
         regions = layers * (experts + 3 * model.num_query_groups)

@@ -243,7 +243,7 @@ class HuggingFaceTarget:
         if vocab_size is None:
             raise UnsupportedCheckpointError(
                 "the size of the vocabulary without Megatron's padding is unknown",
-                found=f"{vocabulary_rows(source)} rows with it", where=str(source.files.folder),
+                found=f"{quantity(vocabulary_rows(source) or 0, 'row')} with it", where=str(source.files.folder),
                 hint="pass --vocab-size N, or --tokenizer PATH",
             )  # fmt: skip
         return vocab_size

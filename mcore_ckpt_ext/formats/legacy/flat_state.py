@@ -144,7 +144,7 @@ def check_within_buckets(buffer: PackedBuffer, place: ModelRank) -> None:
             if start < 0:
                 raise UnsupportedCheckpointError(
                     "Megatron before 0.13 cannot run that layout: its shared embedding would lie in two buckets",
-                    found=f"{-start} elements of {buffer.names[index]} before the start of their bucket",
+                    found=f"{quantity(-start, 'element')} of {buffer.names[index]} before the start of their bucket",
                     where=str(place),
                     hint="write for --megatron-version 0.13 or later, or choose another pipeline or tensor size",
                 )

@@ -107,7 +107,7 @@ class LegacyTarget:
             )
         if rows := self._arguments.padded_vocab_size:
             yield (
-                f"the embedding has {rows} rows: a job that pads differently needs "
+                f"the embedding has {quantity(rows, 'row')}: a job that pads differently needs "
                 f"--make-vocab-size-divisible-by {rows // self.layout.tensor}"
             )
             stored = vocabulary_rows(self._checkpoint) or rows

@@ -24,6 +24,7 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
     format_value,
+    quantity,
     shorten,
 )
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
@@ -131,8 +132,8 @@ def _check_size(folder: Path, file: str, expected: int, dtype: str) -> None:
     if size is not None and size != expected:
         raise UnreadableCheckpointError(
             "a chunk of an array has another size than the array's description says: one of them is damaged",
-            found=f"{size:,} bytes",
-            expected=f"{expected:,} bytes, for {dtype}",
+            found=quantity(size, "byte"),
+            expected=f"{quantity(expected, 'byte')}, for {dtype}",
             where=str(path),
             hint="use another iteration, or another copy of this one",
         )
