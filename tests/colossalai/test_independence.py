@@ -18,7 +18,7 @@ SHARED = {
     *("patching", "patching.import_hook", "patching.log", "patching.patch_point", "patching.registry"),
     "patching.singletons",
     *("storage", "storage.atomic_files", "storage.crc32", "storage.gc_pause", "storage.paths"),
-    *("storage.multipart", "storage.store_errors", "storage.store_path"),
+    *("storage.multipart", "storage.store_errors", "storage.store_file", "storage.store_listing", "storage.store_path"),
 }
 # `import torch` installs the patches of Megatron by an entry point, which wait for Megatron's modules.
 OF_AUTOLOAD = {"megatron", "megatron.installation", "megatron.patch_points"}
