@@ -32,6 +32,7 @@ from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
 TORCH_PROTOCOL = 2
 INDEX_PROTOCOL = 4
 """The pickle protocols of `torch.save`, and of `.metadata`, which torch writes with `pickle.dump`."""
+_AS_DATA = "convert --to canonical"
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +154,12 @@ class TreePickler(pickle._Pickler):
         if self._write_memoized(leaf):
             return
         if name_of(leaf.dtype) not in STORAGE_NAMES:
-            raise TypeError(f"a tensor of {leaf.dtype}")
+            raise UnsupportedCheckpointError(
+                "files of PyTorch cannot be written with a tensor of this dtype",
+                found=name_of(leaf.dtype),
+                expected=", ".join(STORAGE_NAMES),
+                hint=_AS_DATA,
+            )
         shape = tuple(leaf.shape)
         strides = tuple(prod(max(size, 1) for size in shape[axis:]) for axis in range(1, len(shape) + 1))
         storage = _Storage(leaf.dtype, str(len(self.leaves)), prod(shape))
@@ -176,7 +182,7 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
         has been read back to check it.
 
     Raises:
-        UnsupportedCheckpointError: an object in the tree may not be written.
+        UnsupportedCheckpointError: an object in the tree may not be written, or a tensor of its dtype cannot be.
     """
     buffer = io.BytesIO()
     pickler = TreePickler(buffer, protocol)
@@ -187,7 +193,7 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
         raise UnsupportedCheckpointError(
             "the output would contain a class that is not allowed: loading it would run the code of that class",
             found=str(error),
-            hint="convert --to canonical, which holds data only; if this is an honest class, please report it",
+            hint=f"{_AS_DATA}, which holds data only; if this is an honest class, please report it",
         ) from error
     return buffer.getvalue(), pickler.leaves
 

@@ -176,6 +176,11 @@ def test_a_name_with_a_line_break_never_becomes_another(tmp_path: Path) -> None:
         dumps({"rng_state": placeholder_class(*name)("true")})
 
 
+def test_a_dtype_that_torch_has_no_storage_class_for_is_named() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="with a tensor of this dtype; found: complex64; .*canonical"):
+        dumps({"state": torch.zeros(2, dtype=torch.complex64)})
+
+
 def test_torch_loads_written_pickles_safely(tmp_path: Path) -> None:
     """Everything that the writer writes, torch's own safe reader knows but for Megatron's index and numpy's arrays."""
     tree = {"state": [1, 2.5, "text", True, None], "dtype": torch.bfloat16, "size": torch.Size([2])}
