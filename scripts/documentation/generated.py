@@ -18,6 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,14 +153,24 @@ def _place(row: tuple[str, str]) -> tuple[str, tuple[str, str]]:
     return row[0].strip("…'\" ").lower(), row
 
 
-def messages() -> Iterator[Message]:
-    """Yield the messages of all places in the package that create an error."""
+def messages() -> tuple[Message, ...]:
+    """Return the messages of all places in the package that create an error."""
+    return _messages_of(PACKAGE)
+
+
+@cache
+def _messages_of(package: Path) -> tuple[Message, ...]:
+    """Return the messages of a folder's modules; each page has a part of them, and parsing all takes seconds."""
+    return tuple(_read_messages(package))
+
+
+def _read_messages(package: Path) -> Iterator[Message]:
     classes = _error_classes()
-    shared = _constants(ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8")))
-    for path in sorted(PACKAGE.rglob("*.py")):
+    shared = _constants(ast.parse((package / "errors.py").read_text(encoding="utf-8")))
+    for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = shared | _constants(tree)
-        module = str(path.relative_to(PACKAGE))
+        module = str(path.relative_to(package))
         subject = next(subject for prefix, subject in SUBJECTS.items() if module.startswith(prefix))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes and node.args:

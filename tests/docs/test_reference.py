@@ -101,7 +101,7 @@ def test_every_error_that_is_raised_is_listed() -> None:
     classes = set(re.findall(r"^## (\w+)", text, re.MULTILINE))
     assert classes == set(re.findall(r"^\| `(\w+)` \|", generated.error_classes(), re.MULTILINE))
     assert classes >= raised & set(mcore_ckpt_ext.__all__)
-    assert len(list(generated.messages())) > 200
+    assert len(generated.messages()) > 200
     assert "(TP, PP)" not in text, "that one is Megatron's"
 
 
@@ -109,7 +109,7 @@ def test_a_message_is_read_from_the_source(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "errors.py").write_text((REPOSITORY / "mcore_ckpt_ext" / "errors.py").read_text())
     (tmp_path / "one.py").write_text('HOW = "wait"\nraise UsageError(f"no {name} | here", hint=HOW + " a bit")\n')
     monkeypatch.setattr(generated, "PACKAGE", tmp_path)
-    assert generated.Message("UsageError", "no … | here", "wait a bit", "commands") in list(generated.messages())
+    assert generated.Message("UsageError", "no … | here", "wait a bit", "commands") in generated.messages()
     assert "| no … \\| here | wait a bit |" in generated.errors("commands")
 
 
