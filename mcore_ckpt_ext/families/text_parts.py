@@ -34,7 +34,11 @@ TEXT_OF: Mapping[str, str] = {
     "llava_llama": "llama",
     "llava_mistral": "mistral",
     "llava_next": "llama",
+    "llava_next_video": "llama",
     "llava_onevision": "qwen2",
+    "internvl": "qwen2",
+    "idefics3": "llama",
+    "smolvlm": "llama",
     "maira2": "llama",
     "voxtral": "llama",
     "qwen2_audio": "qwen2",
@@ -49,12 +53,23 @@ TEXT_OF: Mapping[str, str] = {
 # Types with language models of several families, which `text_config` names.
 _NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3"), "voxtral": ("llama", "mistral")}
 # Types whose language model is that of any family, with the configuration class of that family.
-_OF_ANY_FAMILY = ("llava", "llava_llama", "llava_mistral", "llava_next", "llava_onevision", "maira2")
+_OF_ANY_FAMILY = (
+    "llava",
+    "llava_llama",
+    "llava_mistral",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "maira2",
+)
 # Types whose model is tied if either part says so (`__post_init__` of their configuration).
-_TIED_BY_TEXT = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe")
+_TIED_BY_TEXT = ("llava", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe")
 # Types whose model is tied if neither part says that it is not, and the folder has no output layer (`Mistral3Config`,
-# `KimiK25Config`, `Qwen3ASRConfig` and `tie_weights` of modeling_utils.py, 5.23).
-_TIED_BY_DEFAULT = ("mistral3", "kimi_k25", "qwen3_asr")
+# `InternVLConfig`, `KimiK25Config`, `Qwen3ASRConfig` and `tie_weights` of modeling_utils.py, 5.23).
+_TIED_BY_DEFAULT = ("mistral3", "internvl", "kimi_k25", "qwen3_asr")
 # Keys about images in a LLaVA without `text_config`.
 _IMAGES_OF_LLAVA = re.compile(
     r"(((un)?freeze|tune)_)?mm_|image_|use_mm_proj$|tokenizer_(padding_side|model_max_length)$"
@@ -138,14 +153,14 @@ _OF_THE_FILE = ("quantization_config", "torch_dtype", "dtype")
 _ROPE = ("rope_scaling", "rope_parameters")
 _AXES = ("mrope_section", "mrope_interleaved")
 _NAMES = (
-    (re.compile(r"^(model\.language_model\.|language_model\.model\.|thinker\.model\.)"), "model."),
+    (re.compile(r"^(model\.language_model\.|model\.text_model\.|language_model\.model\.|thinker\.model\.)"), "model."),
     (re.compile(r"^(language_model|thinker)\.lm_head\."), "lm_head."),
     (re.compile(r"^language_model\.backbone\."), "backbone."),
 )
 _OTHERS = re.compile(
-    r"^(model\.|thinker\.)?(visual|vision_tower|audio_tower|multi_modal_projector|mm_projector)\."
+    r"^(model\.|thinker\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|connector)\."
     r"|^(model\.)?image_newline$"
-    r"|^(talker|token2wav|code2wav|vision_model|mlp1|sound_encoder|sound_projection)\."
+    r"|^(talker|token2wav|code2wav|mlp1|sound_encoder|sound_projection)\."
 )
 
 

@@ -120,7 +120,10 @@ def test_tensors_decide_whether_embeddings_are_tied(is_tied: bool, tmp_path: Pat
     assert json.loads((tmp_path / "text" / "config.json").read_text())[_TIED] == is_tied
 
 
-@pytest.mark.parametrize("kind", ["llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe", "mistral3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llava", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe", "mistral3", "smolvlm"],
+)
 def test_the_text_of_an_older_file_may_tie_the_whole(kind: str) -> None:
     """Up to transformers 4 the key was saved with the text; some classes of 5.23 still read it there."""
     config = {"model_type": kind, _TIED: False, "text_config": {**AutoConfig.for_model(kind).text_config.to_dict()}}
