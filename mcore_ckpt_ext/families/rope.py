@@ -116,7 +116,8 @@ def _parameters(key: str, given: Any, config: Config, theta: float, ignored: Col
     for name in ("rope_theta", _PART):
         if (other := config.get(name)) is not None and parameters.setdefault(name, other) != other:
             raise contradictory(name, other, f"{parameters[name]} among {key}")
-    parameters.setdefault("rope_theta", config.get("rope_theta", theta))
+    if parameters.setdefault("rope_theta", config.get("rope_theta", theta)) is None:
+        raise null_value("rope_theta", theta)
     return parameters
 
 

@@ -197,7 +197,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _class_defaults(kind: str, language: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a language model does not state, and for which its class has a default of its own.
+    """Return the keys that a text lacks and for which its class has another default than the family's.
 
     Raises:
         UnsupportedCheckpointError: the default depends on the release of transformers.

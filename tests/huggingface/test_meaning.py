@@ -241,6 +241,7 @@ LINEAR, PLAIN = ({"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for kind 
     ("keys", "message"),
     [
         ({"rms_norm_eps": None}, "rms_norm_eps: null"),
+        ({"rope_theta": None, "rope_parameters": None}, "rope_theta: null; expected: a value, or no such key"),
         (
             {"rope_theta": 5e5, "rope_parameters": PLAIN},
             "rope_theta; found: 500000.0, and 10000.0 among rope_parameters",

@@ -229,7 +229,7 @@ def _block(key: str, settings: Mapping[str, Any], where: str) -> tuple[int, int]
 
 
 def _fp8_schemes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schemes of weights if all are fp8 with the same blocks, or without blocks; otherwise none."""
+    """Return the schemes of weights; none if one is not fp8, or if their blocks differ in size."""
     groups = settings.get("config_groups")
     every = [*groups.values()] if isinstance(groups, Mapping) else []
     weights = [group.get("weights") for group in every if isinstance(group, Mapping)]
