@@ -101,13 +101,18 @@ def _rope() -> Setting:
 
 
 def scaled_gates(missing: float, key: str = "routed_scaling_factor") -> Setting:
-    """Return the setting of the factor on the chosen experts' weights; `missing` is the default."""
-    return Custom(
-        (key,),
-        lambda arguments: {key: float(arguments.moe_router_topk_scaling_factor or 1.0)},
-        lambda config: {"moe_router_topk_scaling_factor": config.get(key, missing)},
-        expressed=("moe_router_topk_scaling_factor",),
-    )
+    """Return the setting of the factor on the chosen experts' weights; `missing` is the default.
+
+    Megatron takes 0 for no factor (`topk_routing_with_score_function`, moe_utils.py, core_v0.12 to 0.19.2).
+    """
+    name = "moe_router_topk_scaling_factor"
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        if (factor := config.get(key, missing)) == 0:
+            raise unrepresentable(key, factor, "a number other than 0")
+        return {name: factor}
+
+    return Custom((key,), lambda arguments: {key: float(arguments.value(name) or 1.0)}, to_arguments, expressed=(name,))
 
 
 DENSE = "dense"

@@ -57,6 +57,7 @@ from mcore_ckpt_ext.families.settings import Setting
 from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
+from mcore_ckpt_ext.model_space.anatomy import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
 
 _SHOWN = 40
 _MOST_ACCEPTED = 6
+_OUTPUT_LAYER = "lm_head.weight"
 
 
 class Family:
@@ -93,7 +95,6 @@ class Family:
         left_out: patterns of Hugging Face tensors that Megatron does not have; they are reported, not converted.
         megatron_left_out: patterns of Megatron's tensors that Hugging Face folders do not have.
         without_effect: keys of `config.json` without effect on the model, in addition to those of all families.
-        optional_prefix: a prefix that names in published folders may lack.
         bridge_only_reason: reason why only Megatron-Bridge can build the model; empty if Megatron Core's `GPTModel`
             can.
         needs_engine: Megatron can only build it with Transformer Engine's layer spec.
@@ -115,7 +116,6 @@ class Family:
     megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
     without_effect: ClassVar[Sequence[str]] = ()
     defaults: ClassVar[Mapping[str, Any]] = {}
-    optional_prefix: ClassVar[str] = ""
     bridge_only_reason: ClassVar[str] = ""
     needs_engine: ClassVar[bool] = False
     bridge_provider: ClassVar[str] = ""
@@ -243,9 +243,34 @@ class Family:
         """Return the reasons to prefer another family for a matching model, unless the user names this one."""
         return [f"all that {self.contained_in} is"] if self.contained_in else []
 
+    @property
+    def embedding(self) -> str:
+        """The Hugging Face tensor with the embeddings of tokens."""
+        return self._tensor_of(WORD_EMBEDDINGS)
+
+    @property
+    def output_layer(self) -> str:
+        """The Hugging Face tensor with the weight of the output layer, in tied models a copy of `embedding`."""
+        return self._tensor_of(OUTPUT_LAYER) or _OUTPUT_LAYER
+
+    def _tensor_of(self, parameter: str) -> str:
+        return next((rule.hugging_face for rule in self.rules if rule.megatron == parameter), "")
+
+    def with_prefixes(self, names: Collection[str]) -> dict[str, str]:
+        """Return the names in a model with a head for the names in a folder, which may lack their first part.
+
+        transformers loads a folder of a model without a head, like `LlamaModel`, into one with a head, whose other
+        tensors have the first part of their names in common (`base_model_prefix` of modeling_utils.py, 4.36 to 5.23).
+        """
+        prefix, _, rest = self.embedding.partition(".")
+        if rest not in names:
+            return {name: name for name in names}
+        beside = {rule.hugging_face.partition(".")[0] for rule in (*self.rules, *self.read_rules)}
+        return {name: name if name.partition(".")[0] in beside else f"{prefix}.{name}" for name in names}
+
     def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         """Return the tensors of a folder that Megatron does not have; they are reported, not converted."""
-        tied = set() if arguments.untie_embeddings_and_output_weights else {"lm_head.weight"}
+        tied = set() if arguments.untie_embeddings_and_output_weights else {self.output_layer}
         return set(names_matching(names, self.left_out)) | (tied & set(names))
 
     def __repr__(self) -> str:

@@ -91,7 +91,6 @@ class GPT2(Family):
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
-    optional_prefix = "transformer."
     without_effect = (
         "n_ctx",
         "reorder_and_upcast_attn",

@@ -42,7 +42,6 @@ class GPTBigCode(Family):
 
     model_type = "gpt_bigcode"
     architecture = "GPTBigCodeForCausalLM"
-    optional_prefix = "transformer."
     left_out = (r"\.attn\.(bias|masked_bias)$",)
     # The precision of attention.
     without_effect = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")

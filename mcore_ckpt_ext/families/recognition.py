@@ -62,6 +62,7 @@ from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.stablelm import StableLM
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
+from mcore_ckpt_ext.families.text_parts import text_section
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -224,14 +225,13 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
     for registered in installed_families():
         if config.get("model_type") == registered.model_type:
             return registered.load()
-    kind = str(config.get("model_type"))
-    if why := NOT_IN_MEGATRON.get(kind):
+    kinds = [str(part.get("model_type")) for part in (config, text_section(config) or {})]
+    if kind := next((kind for kind in kinds if kind in NOT_IN_MEGATRON), ""):
         raise UnsupportedCheckpointError(
             "Megatron Core has no such model, up to 0.19.2",
-            found=f"model_type {kind}: {why}",
+            found=f"model_type {kind}: {NOT_IN_MEGATRON[kind]}",
             where=where,
-            hint="to map it to layers of your own (python -m pydoc mcore_ckpt_ext.families.family): --family "
-            "path.py:Name",
+            hint="map it to layers of your own (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
         )
     raise unknown_family(config, names(), FAMILIES, where)
 

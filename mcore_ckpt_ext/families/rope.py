@@ -34,14 +34,15 @@ _YARN = {
     "truncate": "yarn_correction_range_round_to_int",
 }
 _MSCALES = ("mscale", "mscale_all_dim")
-# Keys that each kind of scaling may have, in addition to those of all kinds.
+# Keys that each kind of scaling may have, in addition to those of all kinds; `finetuned` has no effect
+# (`LlamaYaRNScaledRotaryEmbedding` of modeling_llama_together_yarn.py, the code of Yarn-Llama-2).
 _ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
 _OF_KIND = {
     "default": {"factor"},
     "linear": {"factor"},
     "dynamic": {"factor"},
     "llama3": {"factor", *_LLAMA_3},
-    "yarn": {"attention_factor", *_YARN, *_MSCALES},
+    "yarn": {"attention_factor", "finetuned", *_YARN, *_MSCALES},
 }
 _EXPRESSED = (
     "position_embedding_type",
@@ -115,7 +116,8 @@ def _parameters(key: str, given: Any, config: Config, theta: float, ignored: Col
     for name in ("rope_theta", _PART):
         if (other := config.get(name)) is not None and parameters.setdefault(name, other) != other:
             raise contradictory(name, other, f"{parameters[name]} among {key}")
-    parameters.setdefault("rope_theta", config.get("rope_theta", theta))
+    if parameters.setdefault("rope_theta", config.get("rope_theta", theta)) is None:
+        raise null_value("rope_theta", theta)
     return parameters
 
 

@@ -34,7 +34,11 @@ TEXT_OF: Mapping[str, str] = {
     "llava_llama": "llama",
     "llava_mistral": "mistral",
     "llava_next": "llama",
+    "llava_next_video": "llama",
     "llava_onevision": "qwen2",
+    "internvl": "qwen2",
+    "idefics3": "llama",
+    "smolvlm": "llama",
     "maira2": "llama",
     "voxtral": "llama",
     "qwen2_audio": "qwen2",
@@ -49,12 +53,23 @@ TEXT_OF: Mapping[str, str] = {
 # Types with language models of several families, which `text_config` names.
 _NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3"), "voxtral": ("llama", "mistral")}
 # Types whose language model is that of any family, with the configuration class of that family.
-_OF_ANY_FAMILY = ("llava", "llava_llama", "llava_mistral", "llava_next", "llava_onevision", "maira2")
+_OF_ANY_FAMILY = (
+    "llava",
+    "llava_llama",
+    "llava_mistral",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "maira2",
+)
 # Types whose model is tied if either part says so (`__post_init__` of their configuration).
-_TIED_BY_TEXT = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe")
+_TIED_BY_TEXT = ("llava", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe")
 # Types whose model is tied if neither part says that it is not, and the folder has no output layer (`Mistral3Config`,
-# `KimiK25Config`, `Qwen3ASRConfig` and `tie_weights` of modeling_utils.py, 5.23).
-_TIED_BY_DEFAULT = ("mistral3", "kimi_k25", "qwen3_asr")
+# `InternVLConfig`, `KimiK25Config`, `Qwen3ASRConfig` and `tie_weights` of modeling_utils.py, 5.23).
+_TIED_BY_DEFAULT = ("mistral3", "internvl", "kimi_k25", "qwen3_asr")
 # Keys about images in a LLaVA without `text_config`.
 _IMAGES_OF_LLAVA = re.compile(
     r"(((un)?freeze|tune)_)?mm_|image_|use_mm_proj$|tokenizer_(padding_side|model_max_length)$"
@@ -64,12 +79,57 @@ _THINKER = "thinker_config"
 _TEXT = ("text_config", "llm_config")
 # Values that a class uses regardless of its `config.json`.
 _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
-# Defaults of the class that differ from those of the family's own class.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "glm4v_moe": {"attention_bias": True},
-    "qwen3_omni_moe": {"norm_topk_prob": True},
-    "qwen3_omni_moe_thinker": {"norm_topk_prob": True},
+# Defaults of the class of the text that differ from those of the family's own class: `Qwen2VLTextConfig` and
+# `Qwen2_5_VLTextConfig`, `Qwen3VLTextConfig` and `Qwen3VLMoeTextConfig`, `Glm4vMoeTextConfig`, `Qwen2_5OmniTextConfig`,
+# and `Qwen3OmniMoeTextConfig` (5.23).
+_BASE = "rope_theta"
+_QWEN2_VL: Mapping[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-5,
+    _BASE: 1e6,
 }
+_QWEN2_5_OMNI: Mapping[str, Any] = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    _BASE: 1e6,
+}
+_QWEN3_OMNI: Mapping[str, Any] = {
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "vocab_size": 3584,
+    "norm_topk_prob": True,
+    _BASE: 1e6,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen3_vl": {"max_position_embeddings": 128000},
+    "qwen3_vl_moe": {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "max_position_embeddings": 128000,
+    },
+    "glm4v_moe": {"attention_bias": True, "vocab_size": 151424, "max_position_embeddings": 65536},
+    "qwen2_5_omni": _QWEN2_5_OMNI,
+    "qwen2_5_omni_thinker": _QWEN2_5_OMNI,
+    "qwen3_omni_moe": _QWEN3_OMNI,
+    "qwen3_omni_moe_thinker": _QWEN3_OMNI,
+}
+# Types whose class has another default for the base of RoPE in each release: 5,000,000 in 4.57 and 500,000 in 5.23.
+_WITHOUT_BASE = ("qwen3_vl", "qwen3_vl_moe")
 _OF_IMAGES = (
     "vision_config",
     "image_token_id",
@@ -93,14 +153,14 @@ _OF_THE_FILE = ("quantization_config", "torch_dtype", "dtype")
 _ROPE = ("rope_scaling", "rope_parameters")
 _AXES = ("mrope_section", "mrope_interleaved")
 _NAMES = (
-    (re.compile(r"^(model\.language_model\.|language_model\.model\.|thinker\.model\.)"), "model."),
+    (re.compile(r"^(model\.language_model\.|model\.text_model\.|language_model\.model\.|thinker\.model\.)"), "model."),
     (re.compile(r"^(language_model|thinker)\.lm_head\."), "lm_head."),
     (re.compile(r"^language_model\.backbone\."), "backbone."),
 )
 _OTHERS = re.compile(
-    r"^(model\.|thinker\.)?(visual|vision_tower|audio_tower|multi_modal_projector|mm_projector)\."
+    r"^(model\.|thinker\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|connector)\."
     r"|^(model\.)?image_newline$"
-    r"|^(talker|token2wav|code2wav|vision_model|mlp1|sound_encoder|sound_projection)\."
+    r"|^(talker|token2wav|code2wav|mlp1|sound_encoder|sound_projection)\."
 )
 
 
@@ -125,7 +185,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if TIED in owner:  # the model around the text ties its embeddings
         is_tied_by_text = whole_kind in _TIED_BY_TEXT and bool((inside or {}).get(TIED))
         whole[TIED] = owner[TIED] or is_tied_by_text
-    text = {**_DEFAULTS.get(whole_kind, {}), **(_language_config(config) if inside is None else inside), **whole}
+    language = _language_config(config) if inside is None else inside
+    text = {**_class_defaults(whole_kind, language), **language, **whole}
     for key in (*_OF_IMAGES, *_TEXT):
         text.pop(key, None)
     for key in _ROPE:
@@ -133,6 +194,27 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             text[key] = _one_axis_scaling(text[key])
     always = _ALWAYS.get(str(config["model_type"]), {})
     return {**text, **always, "model_type": kind, "architectures": None}
+
+
+def _class_defaults(kind: str, language: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a text lacks and for which its class has another default than the family's.
+
+    Raises:
+        UnsupportedCheckpointError: the default depends on the release of transformers.
+    """
+    defaults = dict(_DEFAULTS.get(kind, {}))
+    parts = (language, *(language[key] for key in _ROPE if isinstance(language.get(key), Mapping)))
+    if any(_BASE in part for part in parts):
+        defaults.pop(_BASE, None)
+    elif kind in _WITHOUT_BASE:
+        raise UnsupportedCheckpointError(
+            "config.json lacks a key whose default differs between releases of transformers",
+            found=f"no {_BASE}, which means 5,000,000 to {kind} in 4.57 and 500,000 in 5.23",
+            expected=_BASE,
+            where="config.json",
+            hint="set the value used in training",
+        )
+    return defaults
 
 
 def tied_by_default(config: Mapping[str, Any]) -> bool:

@@ -48,6 +48,8 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "bloom": ALIBI,
     "mpt": ALIBI,
     "glm4": NORMS_BEHIND,
+    "glm4v": NORMS_BEHIND,
+    "glm4v_text": NORMS_BEHIND,
     "olmo2": NORMS_BEHIND,
     "olmo3": NORMS_BEHIND,
     "afmoe": NORMS_BEHIND,

@@ -66,6 +66,16 @@ ALSO_HEARING: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
     }),
+    "llava_next_video": ("LlavaNextVideo", {
+        "text_config": {**_TEXT, "model_type": "llama", "tie_word_embeddings": True},
+        "vision_config": {**_CLIP, "model_type": "clip_vision_model"},
+    }),
+    "internvl": ("InternVL", {
+        "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16}, "tie_word_embeddings": False,
+        "vision_config": {**_CLIP, "image_size": [16, 16], "patch_size": [4, 4], "model_type": "internvl_vision"},
+    }),
+    "idefics3": ("Idefics3", {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP}),
+    "smolvlm": ("SmolVLM", {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP}),
 }  # fmt: skip
 """The class of each model type, and its parts."""
 

@@ -281,29 +281,6 @@ def test_the_reports_of_verify_and_inspect(models: dict[str, Path], capsys: pyte
     assert "a Hugging Face folder" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_an_output_layer_that_the_config_declares_as_tied(
-    same: bool, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Some folders contain the tied weight twice; if the copies differ, the config or a tensor is wrong."""
-    shutil.copytree(models["qwen2"], tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(file)
-    output = tensors["model.embed_tokens.weight"].clone()
-    if not same:
-        output[-1, -1] += 1
-    save_file({**tensors, "lm_head.weight": output}, file)
-    code = main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "torch_dist"])
-    shown = capsys.readouterr()
-    if same:
-        assert code == 0
-        assert "left out" not in shown.out  # it was compared with the embedding
-    else:
-        assert code == 2
-        assert "ties the output layer to the embedding, but the two differ" in shown.err
-        assert not (tmp_path / "run").exists()
-
-
 def test_mistral_without_a_window(models: dict[str, Path], tmp_path: Path) -> None:
     """Mistral since 0.2 equals Llama except for its name, which the original folder or the user determines."""
     shutil.copytree(models["llama"], tmp_path / "model")

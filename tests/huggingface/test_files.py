@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from tests.harness.huggingface import VOCABULARY
+from tests.harness.huggingface import CONFIGS, VOCABULARY
 
 
 def test_a_value_that_float16_does_not_hold(models: dict[str, Path], tmp_path: Path) -> None:
@@ -124,3 +125,44 @@ def test_a_tensor_in_two_files(models: dict[str, Path], tmp_path: Path) -> None:
         UnreadableCheckpointError, match=f"contain a tensor of the same name; found: {name} in {first.name}"
     ):
         open_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gpt_neox", "mamba2"])
+def test_an_output_layer_that_the_config_declares_as_tied(
+    name: str, is_same: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Some folders contain the tied weight twice; if the copies differ, the config or a tensor is wrong."""
+    shutil.copytree(models[name], tmp_path / "model")
+    config = {**CONFIGS[name]().to_dict(), "tie_word_embeddings": True}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config, default=str))
+    family = family_of_config(config, "")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    output = tensors[family.embedding].clone()
+    output[-1, -1] += not is_same
+    save_file({**tensors, family.output_layer: output}, tmp_path / "model" / "model.safetensors")
+    if is_same:
+        report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+        assert f"{family.output_layer} is not read: the output layer is tied to the embedding" in report.notes
+        assert not report.unread  # it was compared with the embedding
+        return
+    with pytest.raises(UnreadableCheckpointError, match="ties the output layer to the embedding, but the two differ"):
+        mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "exaone_moe"])
+def test_a_folder_of_a_model_without_a_head(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Names in folders of embedding models, such as Qwen3-Embedding, lack their first part."""
+    shutil.copytree(models[name], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    prefix = family_of_config(CONFIGS[name]().to_dict(), "").embedding.partition(".")[0] + "."
+    shortened = {key.removeprefix(prefix): tensor for key, tensor in load_file(file).items()}
+    save_file(shortened, file, {"format": "pt"})
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    expected, found = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "model", tmp_path / "back")
+    )
+    assert found.keys() == expected.keys()
+    assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []

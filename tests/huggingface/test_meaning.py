@@ -210,6 +210,8 @@ def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Pa
     with pytest.raises(UnsupportedCheckpointError, match="attention_chunk_size: 3.*--accept-key attention_chunk_size"):
         family.arguments(configuration("llama", attention_chunk_size=3))
     family.arguments(configuration("llama", query_multiplier=None, unsloth_version="2026.1", temperature=0.6))
+    finetuned = configuration("llama", rope_parameters={**YARN, "finetuned": True})  # Yarn-Llama-2
+    assert family.arguments(finetuned) == family.arguments(configuration("llama", rope_parameters=YARN))
     with pytest.raises(UnsupportedCheckpointError, match="wavelength"):
         family.arguments(configuration("llama", rope_parameters={**YARN, "wavelength": 1}))
     for key in ("use_sliding_window", "use_mrope"):
@@ -239,6 +241,7 @@ LINEAR, PLAIN = ({"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for kind 
     ("keys", "message"),
     [
         ({"rms_norm_eps": None}, "rms_norm_eps: null"),
+        ({"rope_theta": None, "rope_parameters": None}, "rope_theta: null; expected: a value, or no such key"),
         (
             {"rope_theta": 5e5, "rope_parameters": PLAIN},
             "rope_theta; found: 500000.0, and 10000.0 among rope_parameters",
@@ -338,6 +341,7 @@ def test_windows_by_an_older_key() -> None:
         ("glm_moe_dsa", {"index_topk_pattern": "FSFF", "indexer_types": None}, "indexer_types.*found: FSFF"),
         ("glm_moe_dsa", {"index_topk_pattern": "FS", "indexer_types": None}, "index_topk_pattern"),
         ("deepseek_v3", {"head_dim": 2}, "head_dim"),
+        ("deepseek_v3", {"routed_scaling_factor": 0.0}, "routed_scaling_factor; found: 0.0"),
         ("stablelm", {"qk_layernorm": True}, "each head of queries and keys has a norm of its own"),
         ("stablelm", {"use_parallel_residual": True}, "read the same input"),
         # The class treats this type as LongRoPE.

@@ -120,7 +120,10 @@ def test_tensors_decide_whether_embeddings_are_tied(is_tied: bool, tmp_path: Pat
     assert json.loads((tmp_path / "text" / "config.json").read_text())[_TIED] == is_tied
 
 
-@pytest.mark.parametrize("kind", ["llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe", "mistral3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llava", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "glm4v_moe", "mistral3", "smolvlm"],
+)
 def test_the_text_of_an_older_file_may_tie_the_whole(kind: str) -> None:
     """Up to transformers 4 the key was saved with the text; some classes of 5.23 still read it there."""
     config = {"model_type": kind, _TIED: False, "text_config": {**AutoConfig.for_model(kind).text_config.to_dict()}}
@@ -137,3 +140,39 @@ def test_axes_of_positions_in_images_are_those_of_the_class() -> None:
         config = AutoConfig.for_model(kind)
         assert sections_of({"model_type": kind, "text_config": {}}) == of_class(config.text_config).mrope_section
     assert sections_of({"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"mrope_section": [1]}}}) == [1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "qwen2_5_omni_thinker", "llava_next"]
+)
+def test_a_key_that_a_text_lacks_means_what_it_means_to_the_class_of_the_whole(kind: str) -> None:
+    """For one, Qwen2.5-VL has a base of 1,000,000 and an epsilon of 1e-5, where Qwen2 has 10,000 and 1e-6."""
+    whole = AutoConfig.for_model(kind)
+    of_class = whole.text_config.to_dict()
+    family = family_named(str((text_config(_whole(kind, of_class)) or {})["model_type"]))
+    keys = {key for setting in family.settings for key in setting.keys} & of_class.keys()
+    # Tensors decide about the first two, and releases disagree about the base of RoPE.
+    left_out = {_TIED, "num_local_experts", *(["rope_parameters"] if kind.startswith("qwen3_vl") else [])}
+    compared = []
+    for key in keys - left_out:
+        text = {other: value for other, value in of_class.items() if other != key}
+        assert _text_arguments(kind, text) == _text_arguments(kind, of_class), key
+        compared.append(key)
+    assert len(compared) >= 12
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_a_base_that_releases_of_transformers_disagree_about_is_asked_for(kind: str) -> None:
+    text = {**AutoConfig.for_model(kind).text_config.to_dict(), "rope_parameters": {"rope_type": "default"}}
+    with pytest.raises(UnsupportedCheckpointError, match=f"no rope_theta, which means 5,000,000 to {kind} in 4.57"):
+        text_config(_whole(kind, text))
+
+
+def _whole(kind: str, text: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": kind, "text_config": text, _TIED: False}
+
+
+def _text_arguments(kind: str, text: dict[str, Any]) -> ModelArguments:
+    described = text_config(_whole(kind, text))
+    assert described is not None
+    return family_named(described["model_type"]).mapped_arguments(described)

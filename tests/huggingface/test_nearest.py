@@ -90,6 +90,11 @@ def test_features_that_megatron_lacks_are_named_for_every_model_type(
         family_of_config({**_parrot(), **values}, "here", lambda: names)
 
 
+def test_the_text_of_an_unknown_model_that_sees_may_be_one_that_megatron_lacks() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="model_type cohere2: .*parallel blocks"):
+        family_of_config({"model_type": "aya_vision", "text_config": {"model_type": "cohere2"}}, "here")
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "nemotron_h", "gemma3", "gpt_oss"])
 def test_supported_models_have_no_unsupported_feature(name: str, models: dict[str, Path]) -> None:
     config = json.loads((models[name] / "config.json").read_text())

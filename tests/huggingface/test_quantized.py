@@ -45,11 +45,14 @@ def quantize(folder: Path, how: str) -> dict[str, torch.Tensor]:
             stored[name] = expected[name] = tensor
             continue
         rows, columns = tensor.shape
-        height, width = {"blocks": (8, 8), "channel": (1, columns), "tensor": (rows, columns)}[how]
+        height, width = {"channel": (1, columns), "rows": (1, columns), "tensor": (rows, columns)}.get(how, (8, 8))
         codes, scales = by_blocks(tensor, height, width)
-        if how == "blocks":
-            stored[f"{name}_scale_inv"] = scales
+        if how in ("blocks", "block"):
+            stored[f"{name}_scale" + ("_inv" if how == "blocks" else "")] = scales
             expected[name] = dequantized_blocks(codes, scales)
+        elif how == "rows":
+            stored[f"{name}_scale"] = scales
+            expected[name] = (codes.float() * scales).bfloat16()
         else:
             scales = (scales if how == "channel" else scales.view(1)).bfloat16()
             stored |= {f"{name}_scale": scales, name.replace(".weight", ".input_scale"): torch.ones(1)}
@@ -58,18 +61,20 @@ def quantize(folder: Path, how: str) -> dict[str, torch.Tensor]:
     save_file(stored, file)
     config = json.loads((folder / "config.json").read_text())
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
-    config["quantization_config"] = (
-        fp8 if how == "blocks" else json.loads(json.dumps(COMPRESSED).replace("channel", how))
-    )
+    compressed = json.loads(json.dumps(COMPRESSED).replace("channel", how))
+    if how == "block":
+        compressed["config_groups"]["group_0"]["weights"]["block_structure"] = [8, 8]
+    fbgemm = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    config["quantization_config"] = {"blocks": fp8, "rows": fbgemm}.get(how, compressed)
     (folder / "config.json").write_text(json.dumps(config))
     return expected
 
 
-@pytest.mark.parametrize("how", ["blocks", "channel", "tensor"])
+@pytest.mark.parametrize("how", ["blocks", "block", "channel", "rows", "tensor"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_fp8(name: str, how: str, tmp_path: Path) -> None:
     make(name, tmp_path / "model", torch.bfloat16)
-    if name == "deepseek_v3" and how == "blocks":
+    if name == "deepseek_v3" and how in ("blocks", "block"):
         pad_to_blocks(tmp_path / "model")
     expected = quantize(tmp_path / "model", how)
     mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", torch_dist(name), memory_limit=1)
@@ -80,6 +85,15 @@ def test_fp8(name: str, how: str, tmp_path: Path) -> None:
         assert torch.equal(found[label], tensor), label
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
     assert report.bytes_written
+
+
+def test_codes_without_a_word_about_them(tmp_path: Path) -> None:
+    make("llama", tmp_path / "model", torch.bfloat16)
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file)
+    save_file({name: tensor.to(FP8) if "_proj" in name else tensor for name, tensor in stored.items()}, file)
+    with pytest.raises(UnsupportedCheckpointError, match="does not say how; found: model.* in float8_e4m3fn"):
+        open_checkpoint(tmp_path / "model")
 
 
 def pad_to_blocks(folder: Path) -> None:

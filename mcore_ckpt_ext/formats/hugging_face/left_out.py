@@ -10,8 +10,6 @@ from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 
-TIED_COPY = "lm_head.weight"
-"""The output layer, which a tied model may store again: it is compared with the embedding, and so not left out."""
 # Tensors that the model computes from its configuration: frequencies and masks.
 _BUFFERS = ("inv_freq", "masked_bias", ".attn.bias", ".attention.bias")
 
@@ -31,8 +29,6 @@ def left_out_tensors(
         of_activations: the scales of activations.
     """
     for name in names:
-        if name == TIED_COPY:
-            continue
         tensor = stored.get(name)
         kind = WEIGHT
         why = "no equivalent in Megatron"

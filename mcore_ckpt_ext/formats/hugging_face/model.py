@@ -21,7 +21,6 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.families.text_parts import TIED, class_of_text, text_config, text_names, tied_by_default
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config, stored_names
-from mcore_ckpt_ext.formats.hugging_face.left_out import TIED_COPY
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.storage.dtypes import dtype_named
@@ -66,10 +65,10 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     """
     whole = read_config(folder)
     text = text_config(whole)
-    if text and tied_by_default(whole) and TIED_COPY not in text_names(stored_names(folder)).values():
-        text[TIED] = True
     config = text or whole
     family = family or family_of_config(config, str(folder / CONFIG), lambda: stored_names(folder))
+    if text and tied_by_default(whole) and family.output_layer not in text_names(stored_names(folder)).values():
+        text[TIED] = True
     if family.needs_engine and transformer_impl == LOCAL:
         raise UnsupportedCheckpointError(
             f"Megatron builds {with_indefinite_article(family.name)} only with Transformer Engine's layers",

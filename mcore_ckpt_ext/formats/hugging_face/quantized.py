@@ -1,10 +1,11 @@
 """Pairs the codes of quantized weights with their scales, in Hugging Face folders.
 
-It decodes fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`), each row, or the whole matrix
-(compressed-tensors and ModelOpt, `weight_scale`), the 4-bit floats of gpt-oss (`_blocks` and `_scales`), and those of
-ModelOpt (NVFP4: `weight_scale` for 16 elements of a row, and `weight_scale_2` for the whole matrix). Sources:
-transformers/integrations/finegrained_fp8.py and mxfp4.py (5.23); compressed_tensors/quantization (0.12);
-modelopt/torch/export (0.47): `process_layer_quant_config` of quant_utils.py, unified_export_hf.py.
+It decodes fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`; compressed-tensors,
+`weight_scale`), each row (FBGEMM), or the whole matrix (compressed-tensors and ModelOpt), the 4-bit floats of gpt-oss
+(`_blocks` and `_scales`), and those of ModelOpt (NVFP4: `weight_scale` for 16 elements of a row, and `weight_scale_2`
+for the whole matrix). Sources: transformers/integrations/finegrained_fp8.py, fbgemm_fp8.py and mxfp4.py (5.23);
+compressed_tensors/quantization (0.12; `_process_quantization` of lifecycle/forward.py); modelopt/torch/export (0.47):
+`process_layer_quant_config` of quant_utils.py, unified_export_hf.py.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def dequantize(
     where = str(folder)
     pairing = _pairing(config, folder)
     if pairing is None:
+        _check_numbers(stored, where)
         return dict(stored), []
     dtype = str(config.get("dtype") or config.get("torch_dtype") or _DTYPES[0])
     dtype = dtype if dtype in _DTYPES else _DTYPES[0]
@@ -125,20 +127,13 @@ def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
     settings = quantized if isinstance(quantized, Mapping) else {}
     method = settings.get("quant_method", quantized)
     if method == "fp8":
-        block = settings.get("weight_block_size")
-        if block is None or _is_block(block):
-            return _Pairing(".weight", ".weight_scale_inv", tuple(block) if block else None)
-        raise UnreadableCheckpointError(
-            "the blocks of quantized weights have invalid sizes",
-            found=f"weight_block_size {shorten(repr(block))}",
-            expected="two whole numbers above 0",
-            where=f"{where}/{CONFIG}",
-            hint="the folder's config.json is damaged: download it again",
-        )
+        return _Pairing(".weight", ".weight_scale_inv", _block("weight_block_size", settings, where))
+    if method == "fbgemm_fp8":
+        return _Pairing(".weight", ".weight_scale")
     if method == "mxfp4":
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
-    if method == "compressed-tensors" and _is_fp8(settings):
-        return _Pairing(".weight", ".weight_scale")
+    if method == "compressed-tensors" and (schemes := _fp8_schemes(settings)):
+        return _Pairing(".weight", ".weight_scale", _block("block_structure", schemes[0], where))
     if method == "modelopt":
         _check_model_opt(settings, folder)
         return _Pairing(".weight", ".weight_scale", in_pairs=True)
@@ -216,25 +211,52 @@ def _whole_array(tensor: StoredTensor) -> PlainExtent:
     return tensor.extent
 
 
-def _is_block(block: Any) -> bool:
+def _block(key: str, settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Return the size of the blocks that have a scale each; None if there are none."""
+    block = settings.get(key)
+    if block is None:
+        return None
     sizes = block if isinstance(block, list) else []
-    return len(sizes) == 2 and all(type(size) is int and 0 < size <= 1 << 20 for size in sizes)
-
-
-def _is_fp8(settings: Mapping[str, Any]) -> bool:
-    groups = settings.get("config_groups")
-    weights = [
-        group.get("weights") if isinstance(group, Mapping) else None
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-    ]
-    return bool(weights) and all(
-        isinstance(scheme, Mapping)
-        and scheme.get("type") == "float"
-        and scheme.get("num_bits") == 8
-        and scheme.get("strategy") in ("tensor", "channel")
-        and scheme.get("symmetric", True)
-        for scheme in weights
+    if len(sizes) == 2 and all(type(size) is int and 0 < size <= 1 << 20 for size in sizes):
+        return sizes[0], sizes[1]
+    raise UnreadableCheckpointError(
+        "the blocks of quantized weights have invalid sizes",
+        found=f"{key} {shorten(repr(block))}",
+        expected="two whole numbers above 0",
+        where=f"{where}/{CONFIG}",
+        hint="the folder's config.json is damaged: download it again",
     )
+
+
+def _fp8_schemes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schemes of weights; none if one is not fp8, or if their blocks differ in size."""
+    groups = settings.get("config_groups")
+    every = [*groups.values()] if isinstance(groups, Mapping) else []
+    weights = [group.get("weights") for group in every if isinstance(group, Mapping)]
+    schemes = [scheme for scheme in weights if isinstance(scheme, Mapping)]
+    are_fp8 = len(schemes) == len(every) and all(
+        scheme.get("type") == "float"
+        and scheme.get("num_bits") == 8
+        and scheme.get("strategy") in ("tensor", "channel", "block")
+        and (scheme["strategy"] == "block") is (scheme.get("block_structure") is not None)
+        and scheme.get("block_structure") == schemes[0].get("block_structure")
+        and scheme.get("symmetric", True)
+        for scheme in schemes
+    )
+    return schemes if are_fp8 else []
+
+
+def _check_numbers(stored: Mapping[str, StoredTensor], where: str) -> None:
+    """Check that no tensor holds codes whose scales `config.json` does not name."""
+    codes = sorted(name for name, tensor in stored.items() if tensor.extent.dtype in _FP8)
+    if codes:
+        raise UnsupportedCheckpointError(
+            "the weights are quantized, and config.json does not say how",
+            found=f"{codes[0]} in {stored[codes[0]].extent.dtype}",
+            expected="quantization_config",
+            where=f"{where}/{CONFIG}",
+            hint="use the model's bf16 release, or dequantize it first",
+        )
 
 
 def _decode(

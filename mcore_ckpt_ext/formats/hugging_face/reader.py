@@ -23,7 +23,7 @@ from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
 from mcore_ckpt_ext.formats.hugging_face.duplicates import same_bytes
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, is_huggingface, read_tensors, written_by_us
-from mcore_ckpt_ext.formats.hugging_face.left_out import TIED_COPY, left_out_tensors
+from mcore_ckpt_ext.formats.hugging_face.left_out import left_out_tensors
 from mcore_ckpt_ext.formats.hugging_face.model import (
     LOCAL,
     TRANSFORMER_ENGINE,
@@ -47,7 +47,6 @@ from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 NAME = "hf"
 _SHOWN = 6
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _ENTRY_BYTES = 60  # least size of a tensor's entry in a header
 _STEPS_A_REGION = 16  # cost of creating a region
 
@@ -101,6 +100,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             names = text_names(stored)
             self._vision = {name: stored[name] for name, ours in names.items() if ours is None}
             stored = {ours: self._transpose(ours, stored[name]) for name, ours in names.items() if ours is not None}
+        stored = {name: stored[given] for given, name in self.family.with_prefixes(stored).items()}
         stored, self._of_activations = dequantize(stored, self.config, folder / below)
         held = self.family.mtp_layers(stored, self.model_arguments)
         self._holds_no_mtp = not held
@@ -130,7 +130,6 @@ class HuggingFaceCheckpoint(WeightsAlone):
             super().files,
             auxiliary_files_below=self._below,
             checked_arrays=self._checked_arrays,
-            # A tied output layer is the embedding.
             unread=lambda *, objects=True: [
                 *left_out_tensors(self.left_out, self._stored, self._vision, self._of_activations)
             ],
@@ -177,9 +176,6 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     def _match(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         """Match the tensors that the configuration requires with those in the folder, one to one."""
-        prefix = self.family.optional_prefix
-        if prefix and not any(name.startswith(prefix) for name in stored):
-            stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
         model = self.model_arguments
         layers = model.num_layers
         experts = model.num_experts or 1
@@ -195,7 +191,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         expected = {tensor.name: tensor for tensor in self.family.tensors(model, stored)}
         stored = self._drop_copies(stored, expected.values())
         ignored = self.family.unmapped_tensors(stored.keys(), model, self.config) - expected.keys()
-        self.left_out = sorted([*ignored, *self._of_activations, *self._vision])
+        self._tied_copies = ignored & {self.family.output_layer}
+        self.left_out = sorted([*ignored - self._tied_copies, *self._of_activations, *self._vision])
         self._stored = {**stored, **self._vision}
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
@@ -247,13 +244,14 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
         """Check that a tied model's stored output layer, otherwise unread, is a copy of the embedding."""
-        copy = stored.get(TIED_COPY)
-        embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
+        copy = stored.get(self.family.output_layer)
+        embedding = stored.get(self.family.embedding)
         if self.model_arguments.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
         if copy.shape != embedding.shape or not same_bytes(self.files.reader, self.files.transfer, copy, embedding):
             raise UnreadableCheckpointError(
-                "config.json ties the output layer to the embedding, but the two differ", where="lm_head.weight",
+                "config.json ties the output layer to the embedding, but the two differ",
+                where=self.family.output_layer,
                 hint='set "tie_word_embeddings": false in config.json if the output layer has its own weights',
             )  # fmt: skip
 
@@ -279,8 +277,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             has_tower = self.whole in VISION_TOWERS
             rest = "--for bridge also converts the vision tower" if has_tower else "other parts are not converted yet"
             notes.append(f"{text}; {rest}")
-        if TIED_COPY in self.left_out:
-            notes.append(f"{TIED_COPY} is not read: the output layer is tied to the embedding")
+        notes += [f"{name} is not read: the output layer is tied to the embedding" for name in self._tied_copies]
         listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if listed and self._holds_no_mtp:
             notes.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({listed[0]})")
