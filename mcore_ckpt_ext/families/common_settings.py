@@ -102,7 +102,8 @@ INITIAL: tuple[Setting, ...] = (
     Implies({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
 )
 TRAINING: tuple[Setting, ...] = (*INITIAL, Mapped("attention_dropout", "attention_dropout", 0.0))
-SILU = Constant("hidden_act", "silu", {"swiglu": True})
+# Another name of the same function: `ACT2CLS` of transformers/activations.py, 4.36 to 5.23.
+SILU = Constant("hidden_act", "silu", {"swiglu": True}, synonyms=("swish",))
 
 
 def gelu(

@@ -29,6 +29,11 @@ from mcore_ckpt_ext.families.unsupported import (
 
 _NEAREST = 3
 _OPTIONAL = "mtp."  # parameters of multi-token prediction layers, which most folders lack
+_HINT = (
+    "equal names do not mean equal arithmetic; map the model by a family of its own (python -m pydoc "
+    "mcore_ckpt_ext.families.family): --family path.py:Name"
+)
+_HINT_FOR_TEXT = "save its language model, with the output layer, as a folder of its own, and convert that"
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks|block)\.#\.")
 _OF_HEADS = re.compile(r"(q|k|query|key|q_a|kv_a|value|v)_?(layer)?_?norm|inner_attn|(attn|attention|mixer)\.norm")
 
@@ -62,7 +67,8 @@ def unknown_family(
         families: the known families.
         where: path of the file, for the message.
     """
-    text = text_section(config) or config
+    section = text_section(config)
+    text = section or config
     names = [name for name in text_names(names).values() if name is not None]
     nearest = nearest_families(text, names, families)
     traits = deciding_traits(text, names)
@@ -72,8 +78,7 @@ def unknown_family(
         found=f"model_type {config.get('model_type')}; nearest: {'; '.join(map(str, nearest))}{unsupported}",
         expected="one of mcore-ckpt convert --list-families",
         where=where,
-        hint="equal names do not mean equal arithmetic; map the model by a family of its own "
-        "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
+        hint=_HINT_FOR_TEXT if section else _HINT,
     )
 
 

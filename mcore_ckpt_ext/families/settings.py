@@ -127,12 +127,13 @@ class Size(Mapped):
 class Constant(Setting):
     """A key with the same value in all models of a family, and the arguments for it (`needed`).
 
-    A missing or null key counts as `value`, unless `value` is True.
+    A missing or null key counts as `value`, unless `value` is True; so do the `synonyms` of the value.
     """
 
     key: str
     value: Any
     needed: Mapping[str, Any]
+    synonyms: Collection[Any] = ()
 
     def __post_init__(self) -> None:
         self.keys = (self.key,)
@@ -145,9 +146,9 @@ class Constant(Setting):
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
         configured = config.get(self.key, self.value)
-        if configured != self.value and (configured is not None or self.value is True):
-            raise unrepresentable(self.key, configured, f"{self.value}")
-        return dict(self.needed)
+        if configured in (self.value, *self.synonyms) or (configured is None and self.value is not True):
+            return dict(self.needed)
+        raise unrepresentable(self.key, configured, f"{self.value}")
 
     @override
     def mismatches(self, arguments: ModelArguments) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tests GELU, exact or approximated by tanh."""
+"""Tests GELU, exact or approximated by tanh, and the names of SiLU."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def test_each_function_is_expressed(name: str, key: str) -> None:
     assert family.mismatches(exact) == []
     with pytest.raises(UnsupportedCheckpointError, match=key):
         family.arguments({**config, key: "relu"})
+
+
+def test_swish_is_silu() -> None:
+    family, config = family_named("llama"), CONFIGS["llama"]().to_dict()
+    assert family.arguments({**config, "hidden_act": "swish"}) == family.arguments(config)
+    with pytest.raises(UnsupportedCheckpointError, match="hidden_act"):
+        family.arguments({**config, "hidden_act": "gelu"})
 
 
 @pytest.mark.parametrize("function", ["gelu", "gelu_pytorch_tanh"])

@@ -34,8 +34,9 @@ def test_a_family_that_is_not_known_is_refused_with_the_nearest() -> None:
         family_of_config(feathers, "here")
     assert "--accept-key" not in str(error.value)
     assert all(key in str(error.value) for key in feathers if key.startswith("feather"))
-    with pytest.raises(UnsupportedCheckpointError, match="nearest: Llama, by names"):
+    with pytest.raises(UnsupportedCheckpointError, match="nearest: Llama, by names") as error:
         family_of_config({"model_type": "owl", "text_config": _parrot()}, "here")
+    assert error.value.details["hint"].startswith("save its language model")  # a family would not find the text
 
 
 def test_all_keys_that_a_family_does_not_know_are_listed(
