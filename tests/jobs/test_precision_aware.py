@@ -55,11 +55,14 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     above.
     """
     folder = tmp_path_factory.mktemp("aware")
-    remainders, masters, half = (folder / name / "checkpoints" for name in ("remainders", "masters", "half"))
+    remainders, masters, half, fp32 = (
+        folder / name / "checkpoints" for name in ("remainders", "masters", "half", "fp32")
+    )
     turns = [
         Turn(folder / "remainders", LAYOUT, more=AWARE, saves=True, until=LAST),
         Turn(folder / "masters", LAYOUT, more=LLAMA, saves=True, until=LAST),
         Turn(folder / "half", LAYOUT, more=HALF, saves=True, until=LAST),
+        Turn(folder / "fp32", LAYOUT, more=AWARE, precision=(), saves=True, until=LAST),
         Turn(folder / "stock", LAYOUT, more=LLAMA, load=remainders, stock=True),
         Turn(folder / "stock's own", LAYOUT, more=AWARE, load=remainders, until=LAST),
         Turn(folder / "remainders, TP2", OTHER, more=AWARE, load=remainders, until=LAST),
@@ -73,6 +76,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Turn(folder / "half, same layout", LAYOUT, more=HALF, load=half, until=LAST),
         Turn(folder / "half, TP2", OTHER, more=HALF, load=half, until=LAST),
         Turn(folder / "half, off, TP2", OTHER, more=LLAMA, load=half, until=LAST),
+        Turn(folder / "fp32, TP2", OTHER, more=AWARE, precision=(), load=fp32, until=LAST),
+        Turn(folder / "fp32, off, same layout", LAYOUT, more=LLAMA, precision=(), load=fp32, until=LAST),
     ]  # fmt: skip
     return run_in_turn(folder, turns, [launch.PRECISION_AWARE], of_checkout=request.param)
 
@@ -155,6 +160,24 @@ def test_masters_of_half_precision_are_verified_to_be_near(results: Results, tmp
     verification = verify(saved.run)
     assert verification.sound
     assert any("within fp16 rounding of their weights" in check.extent for check in verification.checks)
+    assert_converted(saved.run, truth, tmp_path)
+
+
+def test_fp32_weights_are_their_own_masters(results: Results, tmp_path: Path) -> None:
+    """The stored masters are those of the start: the fused optimizer steps fp32 weights themselves."""
+    saved = results.job("fp32")
+    truth = assemble(saved.at_save)
+    for name in ("fp32, TP2", "fp32, off, same layout"):
+        resumed = results.job(name)
+        assert differing(truth, assemble(resumed.at_load)) == []
+        assert_same_training_state(saved.at_save, resumed.at_load)
+        assert "parameters with fp32 weights as masters" in resumed.output
+        assert resumed.losses == pytest.approx({step: saved.losses[step] for step in resumed.losses}, rel=1e-6)
+    verification = verify(saved.run)
+    assert verification.sound
+    assert any("masters that are fp32 weights" in check.extent for check in verification.checks)
+    stale = [row.key for row in verification.account.not_looked_at if "never updates" in row.why]
+    assert len(stale) == 2  # a bucket of each stage
     assert_converted(saved.run, truth, tmp_path)
 
 
