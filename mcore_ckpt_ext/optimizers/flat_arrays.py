@@ -130,11 +130,13 @@ class FlatState:
         arrays: by group, then by bucket and kind.
         joined: whether one array contains the concatenated buckets of a buffer, without the padding at their ends.
         chunked: whether parameters begin and end at borders of pieces.
+        has_numbers: whether the masters are remainders, stored as numbers in fp32 (`numbers_of_remainders`).
     """
 
     arrays: Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]
     joined: bool
     chunked: bool
+    has_numbers: bool = False
 
 
 def kind_of_array(state: str, dtype: str, *, stale: bool = False) -> str:

@@ -210,7 +210,8 @@ class FlatBuffers(OptimizerState):
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
         key = (group.child, group.index)
         if key not in self._recovered:
-            if self._lacks_weights or any(kind in _UNPROVABLE for _, kind in self.arrays[key]):
+            is_unprovable = self._state.has_numbers or any(kind in _UNPROVABLE for _, kind in self.arrays[key])
+            if self._lacks_weights or is_unprovable:
                 contradiction = partial(contradicts, self, group)
                 stale = self._staleness
                 proposals = [proposal for proposal in self._proposals() if not (stale and proposal.is_recorded)]
