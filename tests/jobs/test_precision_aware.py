@@ -28,6 +28,7 @@ from tests.harness.jobs import (
     LEGACY,
     RANK_SCRIPTS,
     SAVED,
+    SEEDED,
     Job,
     assert_same_training_state,
     differing,
@@ -174,6 +175,7 @@ def test_remainders_that_were_gathered_as_numbers(results: Results, name: str) -
     saved, resumed = results.job("legacy"), results.job(name)
     assert_same_masters_and_moments(saved, resumed)
     assert "joined from their weights and remainders" in resumed.output
+    assert SEEDED in resumed.output
     assert_losses_go_on(saved, resumed)
 
 
