@@ -90,7 +90,7 @@ def legacy_optimizer(holder: Holder, state: FlatState) -> OptimizerState:
 
 
 def _whole_buffers(holder: Holder, state: FlatState, models: LocalModels) -> OptimizerState:
-    """Return the optimizer state in whole buffers, which are gathered in fp32, remainders of masters as well.
+    """Return the state in whole buffers, which are gathered in fp32, even remainders of masters.
 
     Source: `get_parameter_state_dp_zero`, megatron/core/optimizer/distrib_optimizer.py, core_v0.16.1 and 0.19.2.
     """
