@@ -35,7 +35,7 @@ from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING,
 from mcore_ckpt_ext.megatron.live.reading import Reading
 from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions, changed_padding
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER
 from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, differing_masters_note
 from mcore_ckpt_ext.planning.read_dedup import Spans
 
@@ -259,7 +259,8 @@ class LiveRank:
         if checkpoint.optimizer.weights_derived_from_masters:
             return "stored as masters, from which the weights are derived"
         if any(checkpoint.optimizer.masters_are_derived(shard.name) for shard in self.job.shards):
-            return "joined from their weights and remainders"
+            has_remainders = PARAM_REMAINDER in checkpoint.optimizer.state().kinds
+            return "joined from their weights and remainders" if has_remainders else "with fp32 weights as masters"
         master_check = self.master_check(checkpoint)
         return f"verified {'equal to their weights' if master_check is BY_ROUNDING else master_check.relation}"
 

@@ -313,6 +313,21 @@ def master_check_of(arguments: JobArguments) -> MasterCheck:
     return WITHIN_FP16 if keeps_fp16_masters(arguments) else BY_EITHER_ROUNDING
 
 
+def has_fused_masters(arguments: JobArguments) -> bool:
+    """Return whether the masters of a job are in Transformer Engine's FusedAdam.
+
+    It makes a master of every parameter, but steps fp32 parameters themselves, and leaves their masters as they were
+    when they were made (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.20.2).
+
+    Megatron itself makes the masters of weights in fp8, except with delayed scaling
+    (`use_precision_aware_optimizer_no_fp8_or_ds_fp8`, megatron/core/optimizer/optimizer_config.py, core_v0.13.0 to
+    0.19.2); with CPU offload, HybridDeviceOptimizer keeps them.
+    """
+    if not arguments.use_precision_aware_optimizer or arguments.optimizer_cpu_offload:
+        return False
+    return keeps_fp16_masters(arguments) or arguments.raw.get("fp8_recipe") in (None, "delayed")
+
+
 def keeps_fp16_masters(arguments: JobArguments) -> bool:
     """Return whether a precision-aware optimizer keeps masters in fp16."""
     is_fp16 = str(arguments.main_params_dtype) in ("fp16", "torch.float16")

@@ -139,11 +139,11 @@ def recover_unverified_packing(
     *,
     is_recorded: bool = False,
 ) -> RecoveredPacking:
-    """Find the packing of a group of remainders, which match any weight and so verify nothing.
+    """Find the packing of a group whose masters cannot verify it.
 
-    The packing must be certain for another reason. Recorded digests confirm it; or it was recorded or observed in a
-    model, and fits the borders of the stored chunks; or it is the only known one that fits these borders, for a model
-    that Megatron itself builds.
+    Remainders match any weight, and masters that no step updated match none. The packing must be certain for another
+    reason. Recorded digests confirm it; or it was recorded or observed in a model, and fits the borders of the stored
+    chunks; or it is the only known one that fits these borders, for a model that Megatron itself builds.
 
     Args:
         group: the group.
@@ -176,7 +176,7 @@ def recover_unverified_packing(
         return RecoveredPacking(fitting[0][0].label, fitting[0][1])
     refusal = PackingError if is_recorded else UncertainPackingError
     raise refusal(
-        "the places of the parameters are not certain, and remainders of masters, unlike masters, cannot verify them",
+        "the places of the parameters are not certain, and there are no masters that could verify them",
         found="; ".join(tried),
         expected="a sidecar, or chunk borders that leave one known order of parameters",
         where=str(group),

@@ -146,19 +146,24 @@ class _LoadCall:
             proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), permitted)
         self._continue_data()
         if not self._has_filled:
-            random_states = self._seed_again(result) or self._unrestored or (_ANEW if self._summary else "")
+            seeded = self._seed_again(result, lacking=bool(self._unrestored))
+            random_states = seeded or self._unrestored or (_ANEW if self._summary else "")
             read = [f"{LOAD.flag}: {self._read_lines[-1]}", PROVEN if proven else ""] if self._read_lines else []
             if line := "; ".join(filter(None, [*read, self._summary, random_states])):
                 announce(line, each_time=bool(random_states))
         return result
 
-    def _seed_again(self, result: Any) -> str:
-        """Seed random states that the checkpoint lacks.
+    def _seed_again(self, result: Any, *, lacking: bool) -> str:
+        """Seed random states that the checkpoint lacks, at least those of ranks that it did not have.
+
+        Args:
+            result: what Megatron's load returned.
+            lacking: whether none could be loaded.
 
         Returns:
             What the summary says of it; empty if nothing was seeded.
         """
-        if not self._resume.changes_grid or not seed_again(self._arguments, iteration := result[0]):
+        if not (lacking or self._resume.changes_grid) or not seed_again(self._arguments, iteration := result[0]):
             return ""
         return f"{_ANEW} from --seed and iteration {iteration}"
 
@@ -288,8 +293,9 @@ class _LoadCall:
         if resume.scheduler is not None:
             self._load_schedule(resume.schedule, follows_samples=resume.options.own_bounds)
         grown = f"{kept_message(resume.tokens)}, with moments of zero" if resume.tokens else ""
-        as_stock = f"{_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else ""
-        random_states = self._seed_again(rank.result) or as_stock
+        lacking = rank.starts_random_states
+        as_stock = f"{_ANEW}, as in stock Megatron on a changed layout" if lacking else ""
+        random_states = self._seed_again(rank.result, lacking=lacking) or as_stock
         data = resume.data.sentence if resume.data is not None else ""
         self._has_filled = True
         parts = [str(rank.summary), grown, random_states, data, self._mathematics()]

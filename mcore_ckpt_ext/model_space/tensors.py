@@ -13,6 +13,8 @@ WEIGHT = "weight"
 FP32_PARAM = "fp32_param"
 PARAM_REMAINDER = "param_remainder"
 """The int16 difference between an fp32 master and its bf16 weight (see `optimizers.remainders`)."""
+STALE_MASTER = "stale_master"
+"""A stored copy of an fp32 weight that no step updates (see `master_check.has_fused_masters`)."""
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.accounts import Account, account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView, carried_kinds
-from mcore_ckpt_ext.formats.views import with_names_of
+from mcore_ckpt_ext.formats.views import is_before_first_step, with_first_moments, with_names_of
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -145,6 +145,9 @@ def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataComparison]:
     if any(rounded):
         values = (f"{quantity(count, 'norm')}, when 1 is subtracted" if count else "nothing" for count in rounded)
         yield MetadataComparison("rounded before", *values)
+    if a.lacks_moments or b.lacks_moments:
+        moments = ("zero: saved before the first step" if side.lacks_moments else "stored" for side in sides)
+        yield MetadataComparison("moments", *moments)
     if a.rows or b.rows:
         yield MetadataComparison("vocabulary compared", a.vocabulary, b.vocabulary)
     yield from compare_metadata(a.checkpoint, b.checkpoint)
@@ -214,6 +217,8 @@ class _Side:
     """One of the two checkpoints; if `rows` is given, only that many rows of its vocabulary are compared."""
 
     def __init__(self, checkpoint: CheckpointView, rows: int | None, as_stored: bool) -> None:
+        self.lacks_moments = is_before_first_step(checkpoint)
+        checkpoint = with_first_moments(checkpoint)
         self.checkpoint = checkpoint
         self.rows = rows
         self.source = with_cache(strip_shifts(checkpoint) if as_stored else checkpoint)

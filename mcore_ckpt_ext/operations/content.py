@@ -13,7 +13,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, MASTERS, VALUES, Check, Finding, Results, error, warning
 from mcore_ckpt_ext.operations.reading import BlockMemory, blocks, with_cache
 from mcore_ckpt_ext.operations.recording import TensorHash
@@ -266,8 +266,9 @@ def _comparison_checks(checkpoint: CheckpointView, reports: Sequence[ParameterRe
         among = f"{compared - wrong:,} of " if wrong else ""
         yield Check(MASTERS, f"{among}{equal}{how}")
     if joined:
-        order_sources = " and ".join(checkpoint.optimizer.state().order_sources())
-        message = f"{quantity(joined, 'master')} joined from weights and remainders, placed by {order_sources}"
+        state = checkpoint.optimizer.state()
+        origin = "joined from weights and remainders" if PARAM_REMAINDER in state.kinds else "that are fp32 weights"
+        message = f"{quantity(joined, 'master')} {origin}, placed by {' and '.join(state.order_sources())}"
         if checkpoint.optimizer.weights_derived_from_masters:
             message = f"{quantity(joined, 'master')}, stored in place of the weights, which are their roundings"
         yield Check(MASTERS, message)

@@ -71,6 +71,8 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
     }
     model_ranks = lcm(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
     model = with_derived_arguments(checkpoint, checkpoint.job.arguments())
+    if model.num_distributed_optimizer_instances:
+        model = model.replace(num_distributed_optimizer_instances=1)  # they divide the data-parallel ranks
     pattern = model.hybrid_layer_pattern or ""
     stages = layout.pipeline * sizes["virtual_pipeline"]
     if pattern and pattern.count("|") + 1 != stages:

@@ -9,6 +9,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import Cut, newest_cuts
+from mcore_ckpt_ext.layout.master_check import has_fused_masters
 from mcore_ckpt_ext.layout.parallel import has_varying_layers
 from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, number_of
@@ -236,14 +237,10 @@ def state_bytes(job: JobArguments) -> int:
 def _has_remainders(job: JobArguments) -> bool:
     """Return whether the optimizer keeps a remainder of 2 bytes in the place of an fp32 master of 4.
 
-    Megatron makes the masters of weights in fp8 itself, except with delayed scaling
-    (`use_precision_aware_optimizer_no_fp8_or_ds_fp8` and `store_param_remainders`,
-    megatron/core/optimizer/optimizer_config.py, core_v0.13.0 to 0.19.2); offloaded to the host, they are in fp32
-    (`param_update_in_fp32`, cpu_offloading/hybrid_optimizer.py).
+    Sources: `store_param_remainders`, megatron/core/optimizer/optimizer_config.py, core_v0.13.0 to 0.19.2; offloaded to
+    the host, masters are in fp32 (`param_update_in_fp32`, cpu_offloading/hybrid_optimizer.py).
     """
-    if not (job.use_precision_aware_optimizer and job.bf16) or job.optimizer_cpu_offload:
-        return False
-    return job.raw.get("store_param_remainders") is not False and job.raw.get("fp8_recipe") in (None, "delayed")
+    return bool(job.bf16 and has_fused_masters(job)) and job.raw.get("store_param_remainders") is not False
 
 
 def _state_dtypes(job: JobArguments) -> dict[str, int]:

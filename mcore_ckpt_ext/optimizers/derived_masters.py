@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, STALE_MASTER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders, join
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.state_view import StateView
@@ -15,32 +15,9 @@ from mcore_ckpt_ext.planning.plan import Copies, Derivation, ElementByElement, S
 
 
 def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
-    """Add masters to a state that stores remainders of bf16 weights, by joining the two.
+    """Add masters to a state that stores remainders of bf16 weights, by joining the two."""
 
-    For such a master, `stored_slices` and `copies` return the stored parts and the copies of its remainder.
-    """
-    kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
-
-    def is_joined(kind: str, name: str) -> bool:
-        return kind == FP32_PARAM and state.logical_tensor(PARAM_REMAINDER, name) is not None
-
-    def stored_kind(kind: str, name: str) -> str:
-        return PARAM_REMAINDER if is_joined(kind, name) else kind
-
-    def names(kind: str | None = None) -> list[str]:
-        if kind != FP32_PARAM:
-            return state.names(kind)
-        return list(dict.fromkeys([*state.names(FP32_PARAM), *state.names(PARAM_REMAINDER)]))
-
-    def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
-        if not is_joined(kind, name):
-            return state.logical_tensor(kind, name)
-        remainder = state.logical_tensor(PARAM_REMAINDER, name)
-        return remainder and LogicalTensor(name, remainder.shape, "float32")
-
-    def derivation(kind: str, name: str) -> Derivation | None:
-        if not is_joined(kind, name):
-            return state.derivation(kind, name)
+    def join_with_weight(name: str) -> Derivation:
         weight = weights.logical_tensor(WEIGHT, name)
         if weight is None or weight.dtype != "bfloat16":
             raise UnreadableCheckpointError(
@@ -52,21 +29,64 @@ def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
             )
         return ElementByElement(((weights, WEIGHT), (state, PARAM_REMAINDER)), join)
 
+    return _derived_masters(state, PARAM_REMAINDER, join_with_weight)
+
+
+def masters_of_trained_weights(state: OptimizerState, weights: Source) -> OptimizerState:
+    """Replace the stale masters of fp32 weights by the weights themselves."""
+    copied = ElementByElement(((weights, WEIGHT),), lambda values: values)
+    view = _derived_masters(state, STALE_MASTER, lambda name: copied)
+
+    def dtypes_of(name: str) -> dict[str, str]:
+        return {kind: dtype for kind, dtype in view.dtypes_of(name).items() if kind != STALE_MASTER}
+
+    return replace(view, kinds=view.carried_kinds, dtypes_of=dtypes_of)
+
+
+def _derived_masters(state: OptimizerState, stored: str, derive: Callable[[str], Derivation]) -> StateView:
+    """Add masters that are derived to a state that stores another kind in their place.
+
+    For such a master, `stored_slices` and `copies` return the stored parts and the copies of the other kind.
+
+    Args:
+        state: the stored state.
+        stored: the other kind.
+        derive: returns the derivation of a parameter's master.
+    """
+    kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
+
+    def is_derived(kind: str, name: str) -> bool:
+        return kind == FP32_PARAM and state.logical_tensor(stored, name) is not None
+
+    def stored_kind(kind: str, name: str) -> str:
+        return stored if is_derived(kind, name) else kind
+
+    def names(kind: str | None = None) -> list[str]:
+        if kind != FP32_PARAM:
+            return state.names(kind)
+        return list(dict.fromkeys([*state.names(FP32_PARAM), *state.names(stored)]))
+
+    def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
+        if not is_derived(kind, name):
+            return state.logical_tensor(kind, name)
+        tensor = state.logical_tensor(stored, name)
+        return tensor and LogicalTensor(name, tensor.shape, "float32")
+
+    def dtypes_of(name: str) -> Mapping[str, str]:
+        dtypes = state.dtypes_of(name)
+        return {**dtypes, FP32_PARAM: "float32"} if stored in dtypes else dtypes
+
     return replace(
         StateView.of(state),
         kinds=kinds,
-        carried_kinds=tuple(kind for kind in kinds if kind != PARAM_REMAINDER),  # masters contain the remainders
+        carried_kinds=tuple(kind for kind in kinds if kind != stored),  # masters contain it
         names=names,
         logical_tensor=logical_tensor,
         stored_slices=lambda kind, name: state.stored_slices(stored_kind(kind, name), name),
         copies=lambda kind, name: state.copies(stored_kind(kind, name), name),
-        dtypes_of=lambda name: _with_master(state.dtypes_of(name)),
-        derivation=derivation,
+        dtypes_of=dtypes_of,
+        derivation=lambda kind, name: derive(name) if is_derived(kind, name) else state.derivation(kind, name),
     )
-
-
-def _with_master(dtypes: Mapping[str, str]) -> Mapping[str, str]:
-    return {**dtypes, FP32_PARAM: "float32"} if PARAM_REMAINDER in dtypes else dtypes
 
 
 def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
@@ -172,6 +192,8 @@ def with_masters(
         weights: the model's arrays.
         trained: returns the parameters; called if the state lists none.
     """
+    if STALE_MASTER in state.kinds:
+        state = masters_of_trained_weights(state, weights)
     if PARAM_REMAINDER in state.kinds:
         return joined_masters(state, weights)
     if state.buffers:  # they contain all masters, also of fp32 weights

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.master_check import has_fused_masters
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.optimizers.derived_masters import numbers_of_remainders
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, FlatArray, FlatPiece, FlatState, GroupKey
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
+from mcore_ckpt_ext.optimizers.flat_buffers import flat_optimizer
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, is_of_group
+from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
+from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 NAME = "dp_zero_gather_scatter"
 LEGACY = "legacy_torch"
@@ -28,6 +36,9 @@ LEGACY = "legacy_torch"
 
 _GROUP = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _KEY = re.compile(_GROUP + r"param_state/shard_0_1$")
+# Samples of this many elements, evenly spaced, show whether masters are remainders.
+_SAMPLE = 64
+_SAMPLES = 64
 _RULES = (PackingRule.SINCE_0_13, PackingRule.UNTIL_0_12, PackingRule.UNTIL_0_8, PackingRule.UNTIL_0_7)
 
 
@@ -73,9 +84,32 @@ def _array(tensor: TensorReference, place: StoredObject) -> FlatArray:
     return FlatArray(numel, extent.dtype, (FlatPiece(0, numel, extent, tensor.offset),))
 
 
-def legacy_optimizer(holder: Holder, state: FlatState) -> FlatBuffers:
+def legacy_optimizer(holder: Holder, state: FlatState) -> OptimizerState:
     """Return the optimizer state in the `distrib_optim.pt` files of all ranks."""
-    return flat_optimizer(holder, state, _RULES, holder.models())
+    return _whole_buffers(holder, state, holder.models())
+
+
+def _whole_buffers(holder: Holder, state: FlatState, models: LocalModels) -> OptimizerState:
+    """Return the state in whole buffers, which are gathered in fp32, even remainders of masters.
+
+    Source: `get_parameter_state_dp_zero`, megatron/core/optimizer/distrib_optimizer.py, core_v0.16.1 and 0.19.2.
+    """
+    if not (holder.arguments.bf16 and has_fused_masters(holder.arguments) and _holds_numbers(state, holder.transfer)):
+        return flat_optimizer(holder, state, _RULES, models)
+    return numbers_of_remainders(flat_optimizer(holder, replace(state, has_numbers=True), _RULES, models))
+
+
+def _holds_numbers(state: FlatState, transfer: Transfer) -> bool:
+    """Return whether the stored "masters" are remainders: samples of the first ones are whole numbers."""
+    masters = next(
+        (a for arrays in state.arrays.values() for (_, kind), a in arrays.items() if kind == FP32_PARAM), None
+    )
+    if masters is None:
+        return False
+    whole = (Region.whole(FP32_PARAM, (masters.numel,)),)
+    starts = range(0, masters.numel, max(masters.numel // _SAMPLES, _SAMPLE))
+    samples = (Slice(whole, start, min(start + _SAMPLE, masters.numel)) for start in starts)
+    return all(are_numbers_of_remainders(read_slice(masters, transfer, FP32_PARAM, sample)) for sample in samples)
 
 
 def _claims(keys: StoredKeys) -> set[str]:
@@ -83,8 +117,8 @@ def _claims(keys: StoredKeys) -> set[str]:
     return {k for k in keys.objects if (match := re.match(_GROUP, k)) and match[0] in prefixes and is_of_group(k)}
 
 
-def _read(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> FlatBuffers:
-    return flat_optimizer(holder, dp_zero_state(keys), _RULES, models())
+def _read(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
+    return _whole_buffers(holder, dp_zero_state(keys), models())
 
 
 ENCODINGS = (
@@ -96,6 +130,7 @@ ENCODINGS = (
         read=_read,
         needs_same_buffers=True,
         shows_names=False,
+        stores_remainders_in_fp32=True,
     ),
     Encoding(
         name=LEGACY,
@@ -105,6 +140,7 @@ ENCODINGS = (
         read=_read,
         needs_same_buffers=True,
         shows_names=False,
+        stores_remainders_in_fp32=True,
         is_in_rank_files=True,
     ),
 )

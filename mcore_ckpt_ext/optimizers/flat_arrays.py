@@ -15,7 +15,7 @@ from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, STALE_MASTER, LogicalTensor
 from mcore_ckpt_ext.planning.array_location import Extent
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.storage.index_entries import StoredChunk
@@ -23,7 +23,9 @@ from mcore_ckpt_ext.transfer import Transfer
 
 # Masters are named `param` on disk; every other state has its own name.
 KINDS = {"param": FP32_PARAM}
-MASTERS = (FP32_PARAM, PARAM_REMAINDER)
+MASTERS = (FP32_PARAM, PARAM_REMAINDER, STALE_MASTER)
+OF_FP32_WEIGHTS = "(torch.float32, "
+"""The beginning of the dtypes of a buffer for fp32 weights, in keys."""
 
 # The number of a chained optimizer, and Megatron's `dp_group_idx`.
 GroupKey = tuple[int, int]
@@ -128,16 +130,37 @@ class FlatState:
         arrays: by group, then by bucket and kind.
         joined: whether one array contains the concatenated buckets of a buffer, without the padding at their ends.
         chunked: whether parameters begin and end at borders of pieces.
+        has_numbers: whether the masters are remainders, stored as numbers in fp32 (`numbers_of_remainders`).
     """
 
     arrays: Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]
     joined: bool
     chunked: bool
+    has_numbers: bool = False
 
 
-def kind_of_array(state: str, dtype: str) -> str:
-    """Return the kind of an array by its name on disk and its dtype: int16 masters are remainders."""
-    return PARAM_REMAINDER if state in KINDS and dtype == "int16" else KINDS.get(state, state)
+def kind_of_array(state: str, dtype: str, *, stale: bool = False) -> str:
+    """Return the kind of an array by its name on disk and its dtype: int16 masters are remainders.
+
+    `stale`: whether no step updated the masters.
+    """
+    if state in KINDS and dtype == "int16":
+        return PARAM_REMAINDER
+    kind = KINDS.get(state, state)
+    return STALE_MASTER if stale and kind == FP32_PARAM else kind
+
+
+def with_stale_masters(state: FlatState) -> FlatState:
+    """Return the arrays of a job whose optimizer does not update the masters of fp32 weights."""
+
+    def kind_of(key: BucketKey, kind: str) -> str:
+        return STALE_MASTER if kind == FP32_PARAM and key.dtypes.startswith(OF_FP32_WEIGHTS) else kind
+
+    relabeled = {
+        group: {(key, kind_of(key, kind)): array for (key, kind), array in arrays.items()}
+        for group, arrays in state.arrays.items()
+    }
+    return replace(state, arrays=relabeled)
 
 
 def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOW
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, master_check_of
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, has_fused_masters, master_check_of
 from mcore_ckpt_ext.layout.packing_proposals import Proposal
 from mcore_ckpt_ext.layout.packing_recovery import (
     RecoveredPacking,
@@ -27,14 +27,25 @@ from mcore_ckpt_ext.layout.packing_recovery import (
 from mcore_ckpt_ext.layout.packing_search import irregularity
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, STALE_MASTER, LogicalTensor
 from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts
-from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
+from mcore_ckpt_ext.optimizers.flat_arrays import (
+    MASTERS,
+    Buffers,
+    FlatArray,
+    FlatState,
+    GroupKey,
+    cut,
+    with_stale_masters,
+)
 from mcore_ckpt_ext.optimizers.flat_samples import FlatSamples
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer
+
+# Masters that match any weight, or none.
+_UNPROVABLE = (PARAM_REMAINDER, STALE_MASTER)
 
 
 class FlatBuffers(OptimizerState):
@@ -199,7 +210,8 @@ class FlatBuffers(OptimizerState):
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
         key = (group.child, group.index)
         if key not in self._recovered:
-            if self._lacks_weights or any(kind == PARAM_REMAINDER for _, kind in self.arrays[key]):
+            is_unprovable = self._state.has_numbers or any(kind in _UNPROVABLE for _, kind in self.arrays[key])
+            if self._lacks_weights or is_unprovable:
                 contradiction = partial(contradicts, self, group)
                 stale = self._staleness
                 proposals = [proposal for proposal in self._proposals() if not (stale and proposal.is_recorded)]
@@ -307,6 +319,7 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
     """
     proposals = partial(holder.proposals, rules, models)
     master_check = master_check_of(holder.arguments)
+    state = with_stale_masters(state) if has_fused_masters(holder.arguments) else state
     return FlatBuffers(state, models, proposals, holder.weights(), holder.transfer, master_check, holder.sidecar)
 
 

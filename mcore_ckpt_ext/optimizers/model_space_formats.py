@@ -23,7 +23,7 @@ from mcore_ckpt_ext.job.releases import (
     STORES_FULLY_RESHARDABLE,
 )
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.master_check import first_mismatch
+from mcore_ckpt_ext.layout.master_check import first_mismatch, has_fused_masters
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.derived_masters import numbers_of_remainders
@@ -97,8 +97,14 @@ def _read_model_space(holder: Holder, keys: StoredKeys, models: Callable[[], Loc
         if name not in keys.natural_shapes and (match := STATE_KEY.match(name))
     }
     return ModelSpaceState(
-        replace(keys, natural_shapes={**natural_shapes(lacking, weight_shape), **keys.natural_shapes})
+        replace(keys, natural_shapes={**natural_shapes(lacking, weight_shape), **keys.natural_shapes}),
+        stale=has_stale_masters(holder.arguments),
     )
+
+
+def has_stale_masters(arguments: JobArguments) -> bool:
+    """Return whether no step updated any stored master of a job."""
+    return has_fused_masters(arguments) and not (arguments.bf16 or arguments.fp16)
 
 
 def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
@@ -108,16 +114,17 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
     numbers (`_get_main_param_and_optimizer_states` returns int16, and the gathered buffers are fp32;
     distrib_optimizer.py, core_v0.15.0 to 0.19.2).
     """
-    state = ModelSpaceState(keys)
-    if holder.arguments.use_precision_aware_optimizer and _holds_numbers(state, holder):
+    is_stale = has_stale_masters(holder.arguments)
+    state = ModelSpaceState(keys, stale=is_stale)
+    if is_stale or (holder.arguments.use_precision_aware_optimizer and _holds_numbers(state, holder)):
         if any(shifted_names(models(), order) for order in holder.orders()):
             raise PackingError(
-                "this optimizer state may be shifted (Megatron 0.15 to 0.19), which cannot be seen from "
-                "remainders of masters",
+                "this optimizer state may be shifted (Megatron 0.15 to 0.19), which only masters could show: those "
+                "that are stored are remainders, or were never updated",
                 where=str(holder.folder),
                 hint="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
             )
-        return numbers_of_remainders(state)
+        return state if is_stale else numbers_of_remainders(state)
     return repair(state, models(), holder.orders(), holder.weights(), holder.transfer)
 
 

@@ -28,14 +28,20 @@ STATE_KEY = re.compile(CHAIN + r"optimizer\.state\.(?P<state>\w+?)\.(?P<key>.+)$
 class ModelSpaceState(OptimizerState):
     """Optimizer state that does not depend on a packing."""
 
-    def __init__(self, keys: StoredKeys, distributed: bool = True) -> None:
-        """`keys`: the stored state; `distributed`: whether a DistributedOptimizer stored it."""
+    def __init__(self, keys: StoredKeys, distributed: bool = True, *, stale: bool = False) -> None:
+        """Read the keys.
+
+        Args:
+            keys: the stored state.
+            distributed: whether a DistributedOptimizer stored it.
+            stale: whether no step updated the masters.
+        """
         self._distributed = distributed
         self._slices: dict[tuple[str, str], list[StoredSlice]] = {}
         self._tensors: dict[tuple[str, str], LogicalTensor] = {}
         for name, array in keys.arrays.items():
             if match := STATE_KEY.match(name):
-                kind = kind_of_array(match["state"], array.dtype)
+                kind = kind_of_array(match["state"], array.dtype, stale=stale)
                 self._add(kind, match["key"], array, keys.natural_shapes.get(name))
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors))
 

@@ -51,6 +51,8 @@ def _distributed(parameter: torch.nn.Parameter, optimizer: Any) -> Part | None:
     if MASTER in state:
         tensors = {name: inner.get_unscaled_state(stepped, name) for name in state}
         master = tensors.pop(MASTER)
+        if stepped.dtype == torch.float32:  # FusedAdam does not update this master
+            master = stepped
         tensors["fp32_param"] = join(stepped, master) if master.dtype == torch.int16 else master
     # torch's AdamW stores its step with the moments.
     return start, tensors, {**group, **({"step": int(state["step"])} if "step" in state else {})}

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings, training_state
 
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.metadata_comparison import MetadataComparison
 from tests.harness.checkouts import EITHER, full_version
 from tests.harness.jobs import LAST, LEGACY, SAVED, Job, differing
 from tests.harness.layouts import Layout
@@ -86,3 +88,7 @@ def test_it_is_resumed(name: str, layout: str, turns: Results) -> None:
 @pytest.mark.parametrize("name", CONVERTED)
 def test_stock_resumes_it_once_converted(name: str, turns: Results) -> None:
     assert_goes_on(turns.job(name), turns.job(f"{name}, of stock"))
+    converted = turns.folder(name).with_name(f"{name}, converted")
+    comparison = compare(turns.job(name).run, converted)
+    assert comparison.equal
+    assert MetadataComparison("moments", "zero: saved before the first step", "stored") in comparison.facts

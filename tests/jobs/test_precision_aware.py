@@ -15,17 +15,20 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 from megatron_on_cpu.precision_aware import REMAINDERS_VARIABLE, split
 
-from mcore_ckpt_ext import open_checkpoint, verify
+from mcore_ckpt_ext import Canonical, convert, open_checkpoint, verify
 from mcore_ckpt_ext.layout.additive_digest import digest_tensor, parse_digest
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
+from mcore_ckpt_ext.operations.comparison import compare
 from tests.harness.checkouts import EITHER
 from tests.harness.checkpoints import assert_converted
 from tests.harness.jobs import (
     LAST,
+    LEGACY,
     RANK_SCRIPTS,
     SAVED,
+    SEEDED,
     Job,
     assert_same_training_state,
     differing,
@@ -55,11 +58,15 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     above.
     """
     folder = tmp_path_factory.mktemp("aware")
-    remainders, masters, half = (folder / name / "checkpoints" for name in ("remainders", "masters", "half"))
+    remainders, masters, half, fp32, legacy = (
+        folder / name / "checkpoints" for name in ("remainders", "masters", "half", "fp32", "legacy")
+    )
     turns = [
         Turn(folder / "remainders", LAYOUT, more=AWARE, saves=True, until=LAST),
         Turn(folder / "masters", LAYOUT, more=LLAMA, saves=True, until=LAST),
         Turn(folder / "half", LAYOUT, more=HALF, saves=True, until=LAST),
+        Turn(folder / "fp32", LAYOUT, more=AWARE, precision=(), saves=True, until=LAST),
+        Turn(folder / "legacy", LAYOUT, more=[*AWARE, *LEGACY], saves=True, until=LAST),
         Turn(folder / "stock", LAYOUT, more=LLAMA, load=remainders, stock=True),
         Turn(folder / "stock's own", LAYOUT, more=AWARE, load=remainders, until=LAST),
         Turn(folder / "remainders, TP2", OTHER, more=AWARE, load=remainders, until=LAST),
@@ -73,6 +80,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Turn(folder / "half, same layout", LAYOUT, more=HALF, load=half, until=LAST),
         Turn(folder / "half, TP2", OTHER, more=HALF, load=half, until=LAST),
         Turn(folder / "half, off, TP2", OTHER, more=LLAMA, load=half, until=LAST),
+        Turn(folder / "legacy, same layout", LAYOUT, more=[*AWARE, *LEGACY], load=legacy, until=LAST),
+        Turn(folder / "legacy, TP2", OTHER, more=AWARE, load=legacy, until=LAST),
+        Turn(folder / "fp32, TP2", OTHER, more=AWARE, precision=(), load=fp32, until=LAST),
+        Turn(folder / "fp32, off, same layout", LAYOUT, more=LLAMA, precision=(), load=fp32, until=LAST),
     ]  # fmt: skip
     return run_in_turn(folder, turns, [launch.PRECISION_AWARE], of_checkout=request.param)
 
@@ -155,6 +166,41 @@ def test_masters_of_half_precision_are_verified_to_be_near(results: Results, tmp
     verification = verify(saved.run)
     assert verification.sound
     assert any("within fp16 rounding of their weights" in check.extent for check in verification.checks)
+    assert_converted(saved.run, truth, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["legacy, same layout", "legacy, TP2"])
+def test_remainders_that_were_gathered_as_numbers(results: Results, name: str) -> None:
+    """Stock cannot load what it wrote: FusedAdam refuses fp32 numbers in place of int16 remainders."""
+    saved, resumed = results.job("legacy"), results.job(name)
+    assert_same_masters_and_moments(saved, resumed)
+    assert "joined from their weights and remainders" in resumed.output
+    assert SEEDED in resumed.output
+    assert_losses_go_on(saved, resumed)
+
+
+def test_a_checkpoint_with_remainders_as_numbers_is_sound(results: Results, tmp_path: Path) -> None:
+    saved = results.job("legacy")
+    assert verify(saved.run).sound
+    found = compare(saved.run, convert(saved.run, tmp_path / "out", Canonical()).destination)
+    assert found.equal
+
+
+def test_fp32_weights_are_their_own_masters(results: Results, tmp_path: Path) -> None:
+    """The stored masters are those of the start: the fused optimizer steps fp32 weights themselves."""
+    saved = results.job("fp32")
+    truth = assemble(saved.at_save)
+    for name in ("fp32, TP2", "fp32, off, same layout"):
+        resumed = results.job(name)
+        assert differing(truth, assemble(resumed.at_load)) == []
+        assert_same_training_state(saved.at_save, resumed.at_load)
+        assert "parameters with fp32 weights as masters" in resumed.output
+        assert resumed.losses == pytest.approx({step: saved.losses[step] for step in resumed.losses}, rel=1e-6)
+    verification = verify(saved.run)
+    assert verification.sound
+    assert any("masters that are fp32 weights" in check.extent for check in verification.checks)
+    stale = [row.key for row in verification.account.not_looked_at if "never updates" in row.why]
+    assert len(stale) == 2  # a bucket of each stage
     assert_converted(saved.run, truth, tmp_path)
 
 

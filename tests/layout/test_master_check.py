@@ -24,6 +24,7 @@ from mcore_ckpt_ext.layout.master_check import (
     WITHIN_FP8,
     WITHIN_FP16,
     MasterCheck,
+    has_fused_masters,
     master_check_of,
     smallest_step,
     weaker_of,
@@ -232,6 +233,20 @@ def test_the_proof_of_a_job(arguments: dict[str, object], master_check: MasterCh
     assert (weaker_of(master_check, master_check) is master_check) == (master_check not in (WITHIN_FP8, WITHIN_FP4))
     assert weaker_of(master_check, BY_ROUNDING) is master_check
     assert weaker_of(master_check, None) is master_check
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fused"),
+    [
+        ({}, False),
+        ({"use_precision_aware_optimizer": True, "fp8_recipe": "delayed"}, True),
+        ({"use_precision_aware_optimizer": True, "fp8_recipe": "tensorwise"}, False),
+        ({"use_precision_aware_optimizer": True, "fp8_recipe": "tensorwise", "main_params_dtype": "fp16"}, True),
+        ({"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}, False),
+    ],
+)
+def test_who_keeps_the_masters(arguments: dict[str, object], fused: bool) -> None:
+    assert has_fused_masters(JobArguments.of(arguments)) is fused
 
 
 def test_quantized_parameters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import lcm
 from pathlib import Path
@@ -15,6 +16,7 @@ from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.layout_plan import plan
+from mcore_ckpt_ext.operations.layout_rules import refusal_of_stored_files
 from mcore_ckpt_ext.operations.resumptions import stock_resumes
 from mcore_ckpt_ext.versions import NEWEST
 from tests.harness.checkpoints import fixture_named
@@ -124,3 +126,12 @@ def test_stock_and_other_formats(name: str, target: bool) -> None:
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
     assert stock_resumes(checkpoint, False, NEWEST) is target
     assert stock_resumes(checkpoint, True, NEWEST) is False
+
+
+def test_optimizer_instances_share_data_parallel_ranks_which_files_do_not_fix() -> None:
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named("p08").run)
+    arguments = checkpoint.job.arguments()
+    job = replace(checkpoint.job, arguments=lambda: arguments.replace(num_distributed_optimizer_instances=2))
+    checkpoint = replace(checkpoint, job=job)
+    assert checkpoint.job.layout.data == 2
+    assert refusal_of_stored_files(checkpoint) is None

@@ -7,7 +7,6 @@ or of `BF16`, for a part. Of the optimizers of Megatron 0.19.2, these rows are m
 |---|---|
 | SOAP | Megatron cannot save it in `torch_dist` (`tests/jobs/test_muon.py`) |
 | adaptive Muon | its first step fails in Megatron, with emerging-optimizers 0.3.0 (`tests/jobs/test_muon.py`) |
-| precision-aware Adam in fp32 | it never updates the masters that it saves, and a resume is refused |
 | offloaded Adam in fp32 | Megatron cannot build it: torch takes no view of a parameter |
 | `--optimizer-cuda-graph` | CUDA graphs need a GPU |
 """
@@ -40,6 +39,7 @@ THERE = {
 SAVES = {
     "asynchronous saves": "--async-save --use-persistent-ckpt-worker",
     "fully_reshardable": "--dist-ckpt-optim-fully-reshardable",
+    "precision-aware Adam in fp32": "--use-precision-aware-optimizer",
 }
 _AWARE = "--use-precision-aware-optimizer"
 BF16 = {
@@ -49,7 +49,8 @@ BF16 = {
     "Adam, half of it offloaded": f"{_AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
 }
 """Optimizers of which a plugin on a CPU serves one, and Adam beside them."""
-_BF16_PLUGINS = {
+_OPTIMIZER_PLUGINS = {
+    "precision-aware Adam in fp32": launch.PRECISION_AWARE,
     "precision-aware Adam": launch.PRECISION_AWARE,
     "precision-aware Adam, moments in bf16": launch.PRECISION_AWARE,
     "Adam, half of it offloaded": launch.CPU_OFFLOAD,
@@ -85,7 +86,7 @@ def test_training_there_and_back_is_training_in_one_go(name: str, tmp_path: Path
             turn("there", there, 2 * _EVERY, "first"),
             turn("back", here, _LAST, "there"),
         ],
-        [*PLUGINS, *([_BF16_PLUGINS[name]] if name in _BF16_PLUGINS else [])],
+        [*PLUGINS, *([_OPTIMIZER_PLUGINS[name]] if name in _OPTIMIZER_PLUGINS else [])],
     )
     alone, back = (results.job(label).folder / "losses.json" for label in ("alone", "back"))
     assert set(json.loads(back.read_text())) == {str(step) for step in range(2 * _EVERY + 1, _LAST + 1)}

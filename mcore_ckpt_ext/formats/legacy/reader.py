@@ -156,7 +156,8 @@ class LegacyCheckpoint(FormatReader):
     def _optimizer_state(self) -> OptimizerState:
         check_provable(holder_of(self.view), None, [str(self.optimizer.format())])
         if self._buffer_files:
-            return legacy_optimizer(holder_of(self.view), FlatState(self._flat_arrays(), joined=True, chunked=False))
+            buffers = FlatState(self._flat_arrays(), joined=True, chunked=False)
+            return with_masters(legacy_optimizer(holder_of(self.view), buffers), self._weights)
         if files := [
             file.name for rank_state in self._ranks for file in self._folders.layer_wise_files(rank_state.folder)
         ]:

@@ -26,6 +26,7 @@ from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.torch_dist.stored_parts import parts_of_torch_dist
 from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
+    OTHER,
     RERUN_STATE,
     UNKNOWN,
     UnreadState,
@@ -46,6 +47,7 @@ from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.optimizer_format import StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognize, unlabeled_format
+from mcore_ckpt_ext.optimizers.unsupported import is_stale_master
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import is_stored
@@ -61,6 +63,7 @@ _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
 _RANDOM_STATE = "rng_state/shard_"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
+_STALE = "the optimizer steps fp32 weights themselves, and never updates this copy"
 
 
 class TorchDistCheckpoint(DescribedCheckpoint):
@@ -203,8 +206,12 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """Yield arrays and objects of the index that are not read."""
         claimed = {key for _, keys in recognize(self._optimizer_keys) for key in keys}
         for key, array in self.index.arrays.items():
-            if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
-                nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
+            if not key.startswith(_OPTIMIZER_PREFIXES):
+                continue
+            nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
+            if is_stale_master(key, self.job.arguments()):
+                yield UnreadState(key, OTHER, nbytes, _STALE)
+            elif key not in claimed:
                 yield UnreadState(key, optimizer_kind(key), nbytes)
         for key, place in self.index.objects.items():
             if key.startswith(RERUN_STATE):

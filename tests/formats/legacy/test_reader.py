@@ -28,6 +28,7 @@ from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import TensorPart, model_space_name, regions_of
 from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.optimizers import remainders
 from mcore_ckpt_ext.optimizers.legacy_masters import LegacyMasters
 from mcore_ckpt_ext.transfer import read_slice
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -228,6 +229,27 @@ def test_without_distributed_optimizer_the_groups_keep_their_step() -> None:
     checkpoint = opened(fixture_named("p08c"))
     assert isinstance(checkpoint.optimizer.state(), LegacyMasters)
     assert {(group["wd_mult"], group["step"]) for group in checkpoint.optimizer.param_groups()} == {(1.0, 4), (0.0, 4)}
+
+
+def test_remainders_of_masters_are_gathered_as_numbers(split: Fixture) -> None:
+    """So a job with `--use-precision-aware-optimizer` stores them: the gathered buffers are fp32."""
+    for path in split.iteration.glob("*/distrib_optim.pt"):
+        buffers = torch.load(path, weights_only=False)
+        for state in buffers[0].values():
+            state["param"] = remainders.split(state["param"])[1].float()
+        torch.save(buffers, path)
+    for path in split.iteration.glob("*/model_optim_rng.pt"):
+        stored = torch.load(path, weights_only=False)
+        stored["args"].use_precision_aware_optimizer = True
+        torch.save(stored, path)
+    checkpoint = opened(split)
+    masters = {name: checkpoint.tensor("fp32_param", name).read() for name in checkpoint.names("fp32_param")}
+    assert len(masters) == 52
+    for name, master in masters.items():
+        expected = split.truth[f"fp32_param.{name}"]
+        is_tie = (expected.view(torch.int32) & 0xFFFF) == 0x8000  # that optimizer would have written the other weight
+        assert torch.equal(master[~is_tie], expected[~is_tie]), name
+        assert int(is_tie.sum()) < 5
 
 
 class _Attack:
