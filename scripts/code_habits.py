@@ -41,7 +41,7 @@ LIMITS = {
     "functions named by a preposition": 4,
     "functions named by a participle alone": 0,
     "tuple assignments of unrelated values": 0,
-    "lines exempt from the formatter": 41,
+    "lines exempt from the formatter": 40,
     "functions with more than seven parameters": 0,
     "functions of more than sixty lines": 0,
     "files of more than 350 lines": 0,

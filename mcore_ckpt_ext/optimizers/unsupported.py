@@ -129,8 +129,9 @@ def has_remainders(index: DcpIndex) -> bool:
 
 def is_stale_master(key: str, arguments: JobArguments) -> bool:
     """Return whether the array of a sharded key contains masters that no step updated."""
-    is_of_fp32 = OF_FP32_WEIGHTS in key if ".gbuf_idx_" in key else has_stale_masters(arguments)
-    return is_of_fp32 and is_master(key) and has_fused_masters(arguments)
+    if not (has_fused_masters(arguments) and is_master(key)):
+        return False
+    return OF_FP32_WEIGHTS in key if ".gbuf_idx_" in key else has_stale_masters(arguments)
 
 
 def is_master(key: str) -> bool:

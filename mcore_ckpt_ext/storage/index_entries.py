@@ -58,6 +58,11 @@ class StoredArray:
             return map(prod, self.chunks.sizes)
         return (chunk.extent.numel for chunk in self.chunks)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements of all chunks."""
+        return sum(self.numels()) * ITEM_SIZE[self.dtype]
+
     def files_and_bytes(self) -> Iterable[tuple[str, int]]:
         """Return the file and the bytes of the elements of each chunk."""
         nbytes = map(mul, self.numels(), repeat(ITEM_SIZE[self.dtype]))

@@ -253,7 +253,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 "config.json ties the output layer to the embedding, but the two differ",
                 where=self.family.output_layer,
                 hint='set "tie_word_embeddings": false in config.json if the output layer has its own weights',
-            )  # fmt: skip
+            )
 
     @override
     def _read_common(self) -> dict[str, Any]:

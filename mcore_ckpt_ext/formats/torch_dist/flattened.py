@@ -28,7 +28,6 @@ from mcore_ckpt_ext.formats.unread_state import (
     merge_entries,
     unread_job_state,
 )
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
@@ -96,8 +95,7 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
     def _left_over(self) -> Iterator[UnreadState]:
         index = self._stored_index
         sizes = {key: place.length for key, place in index.objects.items()}
-        for key, array in index.arrays.items():
-            sizes[key] = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
+        sizes |= {key: array.nbytes for key, array in index.arrays.items()}
         for key, nbytes in sizes.items():
             if key.split(".")[0] in COMMON_KEYS or self._is_taken(key):
                 continue

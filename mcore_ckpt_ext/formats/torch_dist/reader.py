@@ -49,7 +49,6 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognize, unlabeled_format
 from mcore_ckpt_ext.optimizers.unsupported import is_stale_master
 from mcore_ckpt_ext.planning.array_location import RawArray
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import is_stored
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
@@ -205,14 +204,12 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def _unread_keys(self) -> Iterator[UnreadState]:
         """Yield arrays and objects of the index that are not read."""
         claimed = {key for _, keys in recognize(self._optimizer_keys) for key in keys}
+        arguments = self.job.arguments()
         for key, array in self.index.arrays.items():
-            if not key.startswith(_OPTIMIZER_PREFIXES):
-                continue
-            nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
-            if is_stale_master(key, self.job.arguments()):
-                yield UnreadState(key, OTHER, nbytes, _STALE)
-            elif key not in claimed:
-                yield UnreadState(key, optimizer_kind(key), nbytes)
+            if is_stale_master(key, arguments):
+                yield UnreadState(key, OTHER, array.nbytes, _STALE)
+            elif key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
+                yield UnreadState(key, optimizer_kind(key), array.nbytes)
         for key, place in self.index.objects.items():
             if key.startswith(RERUN_STATE):
                 yield unread_job_state(key.rpartition("/shard_")[0], place.length)
