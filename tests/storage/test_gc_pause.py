@@ -13,7 +13,7 @@ def test_objects_of_a_pause_are_old_after_it() -> None:
     with collector_paused():
         assert not gc.isenabled()
         with collector_paused():
-            made: list[object] = [[] for _ in range(5000)]
+            made: list[object] = [[] for _ in range(25_000)]
         assert not gc.isenabled()
     assert gc.isenabled()
     assert not any(other is made for other in gc.get_objects(generation=0))
