@@ -114,7 +114,7 @@ def verify(
     if located.folder is not None:
         problems = check_folder(run.stored)
         run.results.findings.extend(problems)
-        if not problems:
+        if all(problem.severity == "warning" for problem in problems):
             run.verify_or_note()
         if against is not None and manifest is not None:
             run.compare_with(manifest, against)

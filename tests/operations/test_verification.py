@@ -302,6 +302,21 @@ def test_an_unread_backend_is_unsupported(damaged: Fixture) -> None:
         verify(damaged.run)
 
 
+@pytest.mark.parametrize(("name", "other"), [("p04", "p08b"), ("p08b", "p50")])
+def test_data_of_another_format_are_named(name: str, other: str, tmp_path: Path) -> None:
+    """Of a job that saved the iteration in another format before: Megatron reads one of them."""
+    fixture = fixture_named(name).copy_to(tmp_path / "copy")
+    shutil.copytree(
+        fixture_named(other).iteration, fixture.iteration, dirs_exist_ok=True,
+        ignore=lambda folder, names: {name for name in names if (fixture.iteration / name).exists()},
+    )  # fmt: skip
+    for quick in (False, True):
+        result = verify(fixture.run, quick=quick)
+        (told,) = (finding for finding in result.findings if "another format" in finding.what)
+        assert (result.sound, told.severity, told.check) == (True, "warning", COMPLETE)
+        assert ("mp_rank_00_000/distrib_optim.pt" if other == "p08b" else "__0_0.distcp") in told.what
+
+
 def test_an_unknown_file_is_highlighted(damaged: Fixture) -> None:
     (damaged.iteration / "__99_0.distcp").write_bytes(b"left over")
     result = verify(damaged.run, quick=True)
