@@ -13,6 +13,7 @@ from mcore_ckpt_ext.job.arguments.flag_words import stored_argument
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, format_untrusted, invalid_values
+from mcore_ckpt_ext.job.model_arguments import FORMER_NAMES
 from mcore_ckpt_ext.storage.enum_members import as_passed
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -73,6 +74,11 @@ def check_passed(passed: Mapping[str, Any], where: str | None = None) -> None:
                 expected=stored,
                 hint=f"write {stored if '=' in stored else f'{stored}={passed[name]}'}",
             )
+    for name, former in FORMER_NAMES.items():
+        if name in passed and former in passed:
+            raise UsageError(
+                "an argument is passed under two names", found=f"{former} and {name}", hint="leave one out"
+            )
     for name in sorted(passed.keys() - classified_arguments(passed)):
         similar = get_close_matches(name, ROWS, n=1)
         raise UsageError(
@@ -118,6 +124,7 @@ def with_passed(stored: JobArguments, passed: Mapping[str, Any], where: str | No
             its job, by which its content is found.
     """
     check_passed(passed, where)
+    passed = _under_stored_names(stored, passed)
     for name in sorted(set(SIZE_ARGUMENTS.values()) & _contradicting_arguments(stored, passed)):
         if stored.raw[name] is not None:
             raise UsageError(
@@ -132,11 +139,23 @@ def with_passed(stored: JobArguments, passed: Mapping[str, Any], where: str | No
 
 def replaced_values(stored: JobArguments, passed: Mapping[str, Any]) -> tuple[str, ...]:
     """Describe the arguments that a user passes although the checkpoint stores another value."""
+    passed = _under_stored_names(stored, passed)
     stored_values = {name: as_passed(stored.raw[name]) for name in sorted(_contradicting_arguments(stored, passed))}
     return tuple(
         f"{name} is {format_value(passed[name])}, as passed; the checkpoint stores {format_value(value)}"
         for name, value in stored_values.items()
     )
+
+
+def _under_stored_names(stored: JobArguments, passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a user passes, under the names that the checkpoint stores."""
+    renamed = {
+        passed_name: stored_name
+        for names in FORMER_NAMES.items()
+        for passed_name, stored_name in (names, reversed(names))
+        if stored.is_set(stored_name) and not stored.is_set(passed_name)
+    }
+    return {renamed.get(name, name): value for name, value in passed.items()}
 
 
 def _contradicting_arguments(stored: JobArguments, passed: Mapping[str, Any]) -> set[str]:

@@ -72,7 +72,7 @@ class Files:
         auxiliary_files: small files that belong to the model, such as its tokenizer, by name.
         auxiliary_files_below: the subfolder of the checkpoint that contains them; empty for the checkpoint itself.
         archives: all torch archives as (file, offset, length).
-        checked_arrays: all raw arrays in a file that have a known checksum.
+        raw_arrays: all arrays that are stored as bare elements, each with its checksum if it has one.
         unread: returns stored keys that this package ignores.
         index: the arrays and objects by Megatron's keys; None if the format has no index.
         stored_index: the index by its stored keys; None if the format has none.
@@ -86,7 +86,7 @@ class Files:
     auxiliary_files: Callable[[], dict[str, bytes]]
     auxiliary_files_below: str
     archives: Callable[[], Iterator[tuple[str, int, int]]] = lambda: iter(())
-    checked_arrays: Callable[[], Iterator[RawArray]] = lambda: iter(())
+    raw_arrays: Callable[[], Iterator[RawArray]] = lambda: iter(())
     unread: UnreadKeys = lambda *, objects=True: []
     index: Callable[[], DcpIndex | None] = lambda: None
     stored_index: Callable[[], DcpIndex | None] = lambda: None

@@ -15,6 +15,11 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 MODEL_ARGUMENTS = rows_of(ModelTable)
 """The rows of the arguments that define a model, by name."""
+FORMER_NAMES: Mapping[str, str] = {
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+}
+"""Arguments that jobs store under another name before 0.16 (`core_transformer_config_from_args`, arguments.py)."""
 _DEFAULTS = {name: row.values.default for name, row in MODEL_ARGUMENTS.items() if row.values.default is not REQUIRED}
 
 
@@ -87,7 +92,7 @@ def complete(job: JobArguments) -> ModelArguments:
             and leave open what the model computes (see `_check_stated`).
     """
     arguments = {name: value for name in MODEL_ARGUMENTS if (value := job.value_of(name)) is not None}
-    for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
+    for new, old in FORMER_NAMES.items():
         if (value := getattr(job, old)) is not None:
             arguments.setdefault(new, value)
     _complete_sizes(arguments, job)

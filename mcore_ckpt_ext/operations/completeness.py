@@ -20,7 +20,7 @@ from typing import NamedTuple
 from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, join_some, quantity
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format
-from mcore_ckpt_ext.formats.registry import format_of
+from mcore_ckpt_ext.formats.registry import FORMATS, format_of
 from mcore_ckpt_ext.operations.findings import COMPLETE, Finding, error, warning
 from mcore_ckpt_ext.storage.checked_files import is_stored
 from mcore_ckpt_ext.storage.checkpoint_dirs import (
@@ -36,7 +36,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, FolderIndex, check_plans
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.paths import entry_names, list_once
+from mcore_ckpt_ext.storage.paths import entry_names, file_sizes, list_once
 
 # Files that a folder of unrecognized format lacks: it is an unfinished save of `torch_dist`.
 _OF_UNFINISHED = (CONFIG_FILE, METADATA_FILE)
@@ -44,6 +44,7 @@ _WITHOUT = {
     CONFIG_FILE: "missing: Megatron writes it last, so the save was interrupted, or is under way",
     METADATA_FILE: "missing: without this index the .distcp files cannot be read",
 }
+_OF_DATA = (RECORDS_SUFFIX, ".pt", ".safetensors", ".bin")
 _SHARD = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d{1,9}(?:\.\d{1,9})*)_(?P<sizes>\d{1,9}(?:\.\d{1,9})*)")
 
 
@@ -119,14 +120,31 @@ def _is_iteration(path: Path, folder_format: Format | None) -> bool:
 
 
 def check_folder(stored: FolderIndex) -> list[Finding]:
-    """Check the files without which nothing else can be checked, in the folder of an index."""
+    """Check the files without which nothing else can be checked, and name those of other formats."""
     folder = stored.folder
     folder_format = format_of(folder, stored)
     if folder_format is None and not _is_iteration(folder, folder_format):
         return [error(COMPLETE, str(folder), "the folder contains no file of a checkpoint")]
     required = _OF_UNFINISHED if folder_format is None else folder_format.required_files
     missing = [name for name in required if not is_stored(folder / name)]
-    return [error(COMPLETE, str(folder / name), _WITHOUT[name], name) for name in missing]
+    findings = [error(COMPLETE, str(folder / name), _WITHOUT[name], name) for name in missing]
+    if folder_format is not None and folder_format.own_files:
+        findings += _check_other_formats(folder, folder_format)
+    return findings
+
+
+def _check_other_formats(folder: Path, taken: Format) -> Iterator[Finding]:
+    """Name the data files of other formats in a folder, as jobs leave them that change their format.
+
+    Megatron takes one format of a folder, too, and says nothing of the others (`_get_checkpoint_format`,
+    megatron/training/checkpointing.py, core_v0.12.1 to 0.19.2).
+    """
+    of_taken = re.compile("|".join(taken.own_files))
+    of_any = re.compile("|".join(pattern for row in FORMATS for pattern in row.own_files))
+    names = sorted(name for name in file_sizes(folder, skip_forbidden=True) if name.endswith(_OF_DATA))
+    if foreign := [name for name in names if of_any.fullmatch(name) and not of_taken.fullmatch(name)]:
+        message = f"read as {taken.name}; files of another format are not looked at: {join_some(foreign)}"
+        yield warning(COMPLETE, str(folder), message)
 
 
 def check_index_file(folder: Path) -> Iterator[Finding]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from mcore_ckpt_ext.communicator import run_on_all
-from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, quantity
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, join_some, quantity
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.operations.findings import (
     CHECKSUMS,
     FILE_DIGESTS,
@@ -28,11 +30,15 @@ from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_stream, read_file, translate_os_errors
 from mcore_ckpt_ext.storage.checksums import LenientChecksums, verify_array
 from mcore_ckpt_ext.storage.file_digests import compare_digests
+from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parse_json
+from mcore_ckpt_ext.storage.paths import file_sizes
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _INTEGRITY_MANIFEST = "integrity.json"
 _ALGORITHM = "sha256"
+# Files of the folder that Megatron cannot list: its manifest, and what this package adds.
+_ADDED = {_INTEGRITY_MANIFEST, SIDECAR_FILE}
 _HASH_BLOCK = 1 << 22
 _UNDETECTED = "a flipped bit of a moment is not detected"
 
@@ -71,8 +77,10 @@ class StoredChecksums:
     def __init__(self, checkpoint: CheckpointView, unreadable: set[str]) -> None:
         self._checkpoint = checkpoint
         self._archives = [archive for archive in checkpoint.files.archives() if archive[0] not in unreadable]
-        self._arrays = [array for array in checkpoint.files.checked_arrays() if array.file not in unreadable]
-        self._manifest_bytes = _integrity_manifest_bytes(checkpoint.files.folder)
+        arrays = [array for array in checkpoint.files.raw_arrays() if array.file not in unreadable]
+        self._arrays = [array for array in arrays if array.crc is not None]
+        self._bare = [array for array in arrays if array.crc is None]
+        self._manifest = _read_integrity_manifest(checkpoint.files.folder)
 
     @property
     def _guarded(self) -> int:
@@ -81,84 +89,99 @@ class StoredChecksums:
     @property
     def nbytes(self) -> int:
         """Estimate of the number of bytes to read."""
-        return self._guarded + self._manifest_bytes
+        return self._guarded + self._manifest.nbytes
 
     def check(self, confirmed: LenientChecksums, workers: Workers, advance: Advance, results: Results) -> None:
         """Compare all checksums except those in `confirmed`, which are known to be right."""
         run_on_all(workers.team, lambda: _read_rest(confirmed, workers.count))
         for verified, verified_records in workers.team.gather((confirmed.verified, confirmed.verified_records)):
             confirmed.add(verified, verified_records)
-        if self._manifest_bytes:
-            results.findings.extend(_check_integrity_manifest(self._checkpoint.files.folder, workers, advance))
-            results.checks.append(Check(MANIFEST, f"SHA-256 of {quantity(self._manifest_bytes, 'byte')}"))
+        if self._manifest.exists:
+            self._check_manifest(workers, advance, results)
         left = [archive for archive in self._archives if archive not in confirmed.verified]
-        findings, unguarded = check_archives(self._checkpoint, left, workers, advance, confirmed)
+        findings, unguarded = check_archives(
+            self._checkpoint.files.reader, left, workers, advance, confirmed.verified_records, self._keys()
+        )
         results.findings.extend(findings)
-        bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.verified]
-        results.findings.extend(_check_bare_arrays(self._checkpoint, bare, workers, advance))
-        if guarded := self._guarded - unguarded:
+        bytes_unguarded = sum(length for *_, length in unguarded)
+        arrays = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.verified]
+        results.findings.extend(_check_raw_arrays(self._checkpoint, arrays, workers, advance))
+        if guarded := self._guarded - bytes_unguarded:
             results.checks.append(Check(CHECKSUMS, f"CRC-32 of {quantity(guarded, 'byte')}"))
-        if unguarded and not self._manifest_bytes:
-            saved = f"{quantity(unguarded, 'byte was', 'bytes were')} saved without any"
+        if unlisted := sum(length for file, _, length in unguarded if file not in self._manifest.digests):
+            saved = f"{quantity(unlisted, 'byte was', 'bytes were')} saved without any"
             message = f"{saved} (torch.serialization.set_crc32_options): {_UNDETECTED}"
             results.checks.append(Check(CHECKSUMS, message, done=False))
-        if not self._manifest_bytes and _has_bare_numbers(self._checkpoint):
-            message = f"this format has no checksums of tensors: {_UNDETECTED}"
+        if bare := sum(array.length for array in self._bare if array.file not in self._manifest.digests):
+            message = f"{quantity(bare, 'byte')} of tensors have no checksums: {_UNDETECTED}"
             results.checks.append(Check(CHECKSUMS, message, done=False))
 
+    def _keys(self) -> dict[tuple[str, int], str]:
+        """Return Megatron's keys for archives, by file and position, if the checkpoint has an index."""
+        keys: dict[tuple[str, int], str] = {}
+        index = self._checkpoint.files.stored_index()
+        if index is not None:
+            for key, array in index.arrays.items():
+                for chunk in array.chunks:
+                    keys[chunk.extent.file, chunk.extent.offset] = f"{key}, chunk at {chunk.offsets}"
+            for key, stored in index.objects.items():
+                keys[stored.file, stored.offset] = key
+        return keys
 
-def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
-    """Return True if tensors are stored as bare elements, without checksums."""
-    stored = (stored for name in checkpoint.names(WEIGHT) for stored in checkpoint.stored_slices(WEIGHT, name)[:1])
-    return any(isinstance(stored_slice.extent, RawArray) and stored_slice.extent.crc is None for stored_slice in stored)
-
-
-def _keys_of_archives(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
-    """Return Megatron's keys for archives, by file and position, if the checkpoint has an index."""
-    keys: dict[tuple[str, int], str] = {}
-    index = checkpoint.files.stored_index()
-    if index is not None:
-        for key, array in index.arrays.items():
-            for chunk in array.chunks:
-                keys[chunk.extent.file, chunk.extent.offset] = f"{key}, chunk at {chunk.offsets}"
-        for key, stored in index.objects.items():
-            keys[stored.file, stored.offset] = key
-    return keys
+    def _check_manifest(self, workers: Workers, advance: Advance, results: Results) -> None:
+        """Compare the files that the manifest lists, and name the others."""
+        folder = self._checkpoint.files.folder
+        manifest = self._manifest
+        results.findings.extend(_check_integrity_manifest(folder, manifest, workers, advance))
+        extent = f"SHA-256 of {quantity(len(manifest.digests), 'file')}, {quantity(manifest.nbytes, 'byte')}"
+        results.checks.append(Check(MANIFEST, extent, done=bool(manifest.digests)))
+        unlisted = sorted(file_sizes(folder).keys() - manifest.digests.keys() - _ADDED)
+        if unlisted and not manifest.problem:
+            message = f"it does not list {quantity(len(unlisted), 'file')} of the folder: {join_some(unlisted)}"
+            results.findings.append(warning(MANIFEST, str(folder / _INTEGRITY_MANIFEST), message))
 
 
 def check_archives(
-    checkpoint: CheckpointView,
+    reader: FolderReader,
     archives: Sequence[Archive],
     workers: Workers,
     advance: Advance,
-    confirmed: LenientChecksums,
-) -> tuple[list[Finding], int]:
-    """Compare the CRC-32 of every record of every archive, except records that are known to be right.
+    confirmed: Mapping[Archive, Collection[str]] = MappingProxyType({}),
+    keys: Mapping[tuple[str, int], str] = MappingProxyType({}),
+) -> tuple[list[Finding], list[Archive]]:
+    """Compare the CRC-32 of every record of every archive.
+
+    Args:
+        reader: reads the folder of the archives.
+        archives: file, position and length of each.
+        workers: the threads that share them.
+        advance: called with the number of bytes that were read.
+        confirmed: the records of each archive that are known to be right, and are left out.
+        keys: the keys of archives by file and position, for findings.
 
     Returns:
-        The damaged archives, and the number of bytes in archives without checksums.
+        The damaged archives, and the archives without checksums.
     """
-    keys = _keys_of_archives(checkpoint)
 
-    def check(archive: Archive) -> Finding | int:
+    def check(archive: Archive) -> Finding | bool:
         file, offset, length = archive
         try:
-            opened = TorchArchive(checkpoint.files.reader, file, offset, length)
+            opened = TorchArchive(reader, file, offset, length)
             if not opened.has_checksums:
-                return length
+                return False
             for name in opened.names:
-                if name not in confirmed.verified_records.get(archive, ()):
+                if name not in confirmed.get(archive, ()):
                     opened.verify_checksums(only=name)
         except ContentError as problem:
             label = keys.get((file, offset))
             return error(CHECKSUMS, file if label is None else f"{file}: {label}", str(problem), file, offset)
         finally:
             advance(length)
-        return 0
+        return True
 
     outcomes = workers.map(check, archives, lambda archive: archive[2])
     damaged = [outcome for outcome in outcomes if isinstance(outcome, Finding)]
-    return damaged, sum(outcome for outcome in outcomes if not isinstance(outcome, Finding))
+    return damaged, [archive for archive, outcome in zip(archives, outcomes, strict=True) if outcome is False]
 
 
 def _read_rest(confirmed: LenientChecksums, workers: int) -> None:
@@ -169,7 +192,7 @@ def _read_rest(confirmed: LenientChecksums, workers: int) -> None:
                 compared.result()
 
 
-def _check_bare_arrays(
+def _check_raw_arrays(
     checkpoint: CheckpointView, arrays: Sequence[RawArray], workers: Workers, advance: Advance
 ) -> list[Finding]:
     """Compare the CRC-32 of every array that is stored as bare elements, if it has one."""
@@ -186,22 +209,52 @@ def _check_bare_arrays(
     return _check_shares(workers, check, arrays, lambda array: array.length)
 
 
-def _check_integrity_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Finding]:
-    """Compare the SHA-256 of every file with `integrity.json` (`--verify-integrity`, since core_v0.18.0).
+@dataclass(frozen=True)
+class _IntegrityManifest:
+    """The content of `integrity.json`.
 
-    Its content is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files in the same folder.
+    Attributes:
+        exists: whether there is one.
+        digests: the SHA-256 of each listed file, by name.
+        nbytes: the size of these files in all.
+        problem: the reason for which it cannot be used; empty if it can.
+    """
+
+    exists: bool = False
+    digests: Mapping[str, object] = field(default_factory=dict)
+    nbytes: int = 0
+    problem: str = ""
+
+
+def _read_integrity_manifest(folder: Path) -> _IntegrityManifest:
+    """Read `integrity.json` (`--verify-integrity`, since core_v0.18.0), if there is one.
+
+    Its content is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files in the same folder; not for
+    those in subfolders.
     Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
     megatron/core/dist_checkpointing/validation.py, core_v0.18.0 to 0.19.2.
     """
-    path = folder / _INTEGRITY_MANIFEST
+    if not (folder / _INTEGRITY_MANIFEST).exists():
+        return _IntegrityManifest()
     try:
         manifest = parse_json(read_file(folder, _INTEGRITY_MANIFEST))
         algorithm = manifest.get("algorithm", _ALGORITHM)
         files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        return [error(MANIFEST, str(path), f"it cannot be read: {type(problem).__name__}: {problem}")]
+        return _IntegrityManifest(exists=True, problem=f"it cannot be read: {type(problem).__name__}: {problem}")
     if algorithm != _ALGORITHM:
-        return [error(MANIFEST, str(path), f"it uses {algorithm!r}, known is {_ALGORITHM}")]
+        return _IntegrityManifest(exists=True, problem=f"it uses {algorithm!r}, known is {_ALGORITHM}")
+    sizes = file_sizes(folder)
+    return _IntegrityManifest(exists=True, digests=files, nbytes=sum(sizes.get(name, 0) for name in files))
+
+
+def _check_integrity_manifest(
+    folder: Path, manifest: _IntegrityManifest, workers: Workers, advance: Advance
+) -> list[Finding]:
+    """Compare the SHA-256 of every file that `integrity.json` lists."""
+    path = folder / _INTEGRITY_MANIFEST
+    if manifest.problem:
+        return [error(MANIFEST, str(path), manifest.problem)]
 
     def check(entry: tuple[str, object]) -> Finding | None:
         name, expected = entry
@@ -221,14 +274,7 @@ def _check_integrity_manifest(folder: Path, workers: Workers, advance: Advance) 
             return (folder / Path(entry[0]).name).stat().st_size
         return 0
 
-    return _check_shares(workers, check, list(files.items()), size)
-
-
-def _integrity_manifest_bytes(folder: Path) -> int:
-    """Estimate how many bytes `_check_integrity_manifest` reads."""
-    if not (folder / _INTEGRITY_MANIFEST).exists():
-        return 0
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != _INTEGRITY_MANIFEST)
+    return _check_shares(workers, check, list(manifest.digests.items()), size)
 
 
 def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: None) -> str:

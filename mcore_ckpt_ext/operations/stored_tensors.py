@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 
 from mcore_ckpt_ext.errors import ContentError, quantity
@@ -26,6 +26,7 @@ from mcore_ckpt_ext.operations.findings import (
     error,
     warning,
 )
+from mcore_ckpt_ext.operations.integrity import check_archives
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory
 from mcore_ckpt_ext.operations.recording import STORED, Digests, FileHash, TensorHash
 from mcore_ckpt_ext.operations.workers import Workers
@@ -34,7 +35,6 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.manifest import TensorDigest
 from mcore_ckpt_ext.storage.safetensors import SUFFIX
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 
 _CHECKS: dict[About, str] = {"files": COMPLETE, "tensors": COVERED, "dtypes": DTYPES, "scales": SCALES}
@@ -93,7 +93,8 @@ def check_stored_tensors(
     """
     check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
     files, single = _group_by_file(listing) if digest_files else ({}, list(listing))
-    of_archives = workers.map(check.archive, listing.archives, listing.reader.size)
+    archives = [(file, 0, listing.reader.size(file)) for file in listing.archives]
+    damaged, unguarded = check_archives(listing.reader.past_cache(), archives, workers, advance)
     of_files = workers.map(check.file, list(files.items()), lambda item: sum(map(_bytes_of, item[1])))
     checked = workers.map(check.tensor, single, _bytes_of)
     digests = Digests()
@@ -102,16 +103,28 @@ def check_stored_tensors(
         if digest is not None:
             digests.files[file] = digest
     digests.tensors += [digest for _, digest in checked if digest is not None]
-    findings = [*of_archives, *(of_one for of_one, _ in checked)]
-    results.findings.extend(finding for of_one in findings for finding in of_one)
+    results.findings.extend(damaged)
+    results.findings.extend(finding for findings, _ in checked for finding in findings)
     results.checks.append(Check(VALUES, quantity(sum(prod(tensor.shape) for tensor in listing), "element")))
-    with_checksum = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)
-    if guarded := with_checksum + sum(map(listing.reader.size, listing.archives)):
-        results.checks.append(Check(CHECKSUMS, f"CRC-32 of {quantity(guarded, 'byte')}"))
-    else:
-        message = "no checksums stored: record some with --record FILE, and compare with --against FILE"
-        results.checks.append(Check(CHECKSUMS, message, done=False))
+    results.checks.extend(_extent_of_checksums(listing, sum(length for *_, length in unguarded)))
     return digests
+
+
+def _extent_of_checksums(listing: Listing, without: int) -> Iterator[Check]:
+    """Yield the number of bytes with checksums, and that of bytes without.
+
+    `without`: the bytes of archives without checksums.
+    """
+    bare = [tensor for tensor in listing if isinstance(tensor.extent, RawArray) and tensor.extent.crc is None]
+    without += sum(map(_bytes_of, bare))
+    with_checksums = sum(_bytes_of(tensor) for tensor in listing if isinstance(tensor.extent, RawArray))
+    with_checksums += sum(map(listing.reader.size, listing.archives)) - without
+    if with_checksums:
+        yield Check(CHECKSUMS, f"CRC-32 of {quantity(with_checksums, 'byte')}")
+    if without or not with_checksums:
+        extent = f"of {quantity(without, 'byte')} no checksums" if with_checksums else "no checksums"
+        message = f"{extent} stored: record some with --record FILE, and compare with --against FILE"
+        yield Check(CHECKSUMS, message, done=False)
 
 
 def _group_by_file(listing: Listing) -> tuple[dict[str, list[ListedTensor]], list[ListedTensor]]:
@@ -138,7 +151,7 @@ _Checked = tuple[list[Finding], TensorDigest | None]
 
 
 class _ElementCheck:
-    """Checks one tensor or archive at a time; thread-safe."""
+    """Checks one tensor at a time; thread-safe."""
 
     def __init__(self, listing: Listing, advance: Callable[[int], None], *, digest_tensors: bool) -> None:
         self._reader = listing.reader.past_cache()
@@ -146,16 +159,6 @@ class _ElementCheck:
         self._digest_tensors = digest_tensors
         self._transfer = Transfer(self._reader, workers=1)
         self._memory = BlockMemory()
-
-    def archive(self, file: str) -> list[Finding]:
-        """Compare the checksums of an archive."""
-        try:
-            TorchArchive(self._reader, file).verify_checksums()
-        except ContentError as problem:
-            return [error(CHECKSUMS, file, str(problem), file)]
-        finally:
-            self._advance(self._reader.size(file))
-        return []
 
     def file(self, item: tuple[str, list[ListedTensor]]) -> tuple[list[_Checked], str | None]:
         """Check the tensors of a safetensors file; return the results, and the digest of a file read whole.

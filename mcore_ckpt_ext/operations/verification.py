@@ -14,6 +14,7 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsafePickleError,
     UnsupportedCheckpointError,
+    UsageError,
     format_bytes,
     join_some,
     quantity,
@@ -86,8 +87,8 @@ def verify(
         **changes: single options by name, instead of or in addition to `options`: `verify(path, quick=True)`.
 
     Raises:
-        UsageError: options contradict each other, or facts contradict the index or the checkpoint's own description of
-            its job.
+        UsageError: options contradict each other or the manifest, or facts contradict the index or the checkpoint's own
+            description of its job.
         TypeError: there is no option of that name.
         UnreadableCheckpointError: there is no checkpoint at that path, or no manifest.
         DestinationError: the manifest cannot be written.
@@ -103,7 +104,7 @@ def verify(
     options = (options or VerificationOptions()).with_changes(changes)
     options.check()
     against = None if options.against is None else as_path(options.against)
-    manifest = None if against is None else read_manifest(against)
+    manifest = None if against is None else _manifest_to_compare(against, options)
     if options.record is not None:
         check_manifest_path(as_path(options.record))
     located = find_checkpoint(as_path(path), index)
@@ -113,7 +114,7 @@ def verify(
     if located.folder is not None:
         problems = check_folder(run.stored)
         run.results.findings.extend(problems)
-        if not problems:
+        if all(problem.severity == "warning" for problem in problems):
             run.verify_or_note()
         if against is not None and manifest is not None:
             run.compare_with(manifest, against)
@@ -122,6 +123,24 @@ def verify(
         return verification
     run.recording().write(as_path(options.record))
     return replace(verification, recorded=str(options.record))
+
+
+def _manifest_to_compare(path: Path, options: VerificationOptions) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        UsageError: tensors alone are to be compared, and it lists none.
+        UnreadableCheckpointError: it cannot be read.
+    """
+    manifest = read_manifest(path)
+    if options.tensors_only and not manifest.has_tensors:
+        raise UsageError(
+            "there are no tensors to compare",
+            found="a list of files alone, as of sha256sum",
+            where=str(path),
+            hint="leave out --tensors-only, or pass a manifest of mcore-ckpt verify PATH --record FILE",
+        )
+    return manifest
 
 
 class _Run:

@@ -95,7 +95,10 @@ def _parse(text: str) -> Manifest:
     lines = text.removesuffix("\n").split("\n")
     is_ours = lines[0] == _HEAD
     tensors = [_tensor(line) for line in lines if is_ours and line.startswith(_TENSOR)]
-    files = dict(_file(line) for line in lines if line and not line.startswith("#"))
+    listed = [_file(line) for line in lines if line and not line.startswith("#")]
+    files = dict(listed)
+    if other := [name for name, digest in listed if files[name] != digest]:
+        raise ValueError(f"it lists {other[0]!r} twice, with different digests")
     if is_ours and lines[-1] != _end(len(files), len(tensors)):
         counts = f"{quantity(len(files), 'file')} and {quantity(len(tensors), 'tensor')}"
         raise ValueError(f"it has {counts}, and ends with {lines[-1]!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,22 @@ def test_values_are_compared_as_megatron_stores_them() -> None:
     assert replaced_values(stored, passed) == ()
     assert with_passed(stored, passed).seq_length == 8
     assert replaced_values(stored, {"num_experts": 4}) == ("num_experts is 4, as passed; the checkpoint stores None",)
+
+
+@pytest.mark.parametrize("name", ["p02", "p05"])
+@pytest.mark.parametrize("passed", ["norm_epsilon", "layernorm_epsilon"])
+def test_either_name_of_an_argument_replaces_the_stored_value(
+    name: str, passed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron stores the value of `--norm-epsilon` under another name since 0.16."""
+    words = ["convert", str(fixture_named(name).run), str(tmp_path / "hf"), "--to", "hf", "--argument"]
+    assert main([*words, f"{passed}=0.25"]) == 0
+    assert re.search(r"norm_epsilon is 0.25, as passed; the checkpoint stores 1e-05", capsys.readouterr().out)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert next(value for key, value in config.items() if "eps" in key) == 0.25
+
+
+def test_both_names_of_an_argument_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["convert", str(fixture_named("p02").run), str(tmp_path / "hf"), "--to", "hf", "--argument"]
+    assert main([*words, "norm_epsilon=0.25", "layernorm_epsilon=0.5"]) == 2
+    assert "passed under two names; found: norm_epsilon and layernorm_epsilon" in capsys.readouterr().err

@@ -220,6 +220,8 @@ def test_a_list_of_sha256sum_compares_files_alone(copy: Path, tmp_path: Path) ->
     assert (found.sound, differences(found), are_compared(found)) == (True, [], False)
     (iteration / "surplus").write_text("x")
     assert differences(mcore_ckpt_ext.verify(copy, against=tmp_path / "list")) == [(RECORDED_FILES, "surplus")]
+    with pytest.raises(UsageError, match="no tensors to compare.*leave out --tensors-only"):
+        mcore_ckpt_ext.verify(copy, against=tmp_path / "list", tensors_only=True)
 
 
 def test_wrong_usage_is_refused_before_anything_is_read(copy: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mcore_ckpt_ext.operations.findings import (
     Verification,
 )
 from tests.harness.colossalai_folders import colossalai_checkpoint
-from tests.harness.damage import flip
+from tests.harness.damage import flip, without_digests
 from tests.harness.huggingface import make, tensors
 from tests.harness.peft import adapter, peft_folder
 
@@ -185,6 +185,39 @@ def test_a_flipped_bit_is_seen_where_there_are_checksums(intact: Path, tmp_path:
     flip(file, file.stat().st_size - 3)
     (finding,) = mcore_ckpt_ext.verify(written).findings
     assert (finding.severity, finding.check, finding.file) == ("error", CHECKSUMS, file.name)
+
+
+def extents_of_checksums(folder: Path) -> list[tuple[bool, str]]:
+    return [(check.done, check.extent) for check in mcore_ckpt_ext.verify(folder).checks if check.name == CHECKSUMS]
+
+
+def test_files_without_checksums_are_counted_apart(intact: Path, tmp_path: Path) -> None:
+    """A tool that writes one of several files anew leaves out the checksums of its tensors."""
+    target = mcore_ckpt_ext.HuggingFace(max_shard_size=20_000)
+    folder = without_digests(mcore_ckpt_ext.convert(intact, tmp_path / "out", target).destination)
+    stored = load_file(first := min(folder.glob("*.safetensors")))
+    total = sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+    assert extents_of_checksums(folder) == [(True, f"CRC-32 of {total:,} bytes")]
+    save_file(stored, first, {"format": "pt"})
+    without = sum(tensor.nbytes for tensor in stored.values())
+    (ok, compared), (done, said) = extents_of_checksums(folder)
+    assert (ok, compared, done) == (True, f"CRC-32 of {total - without:,} bytes", False)
+    assert said.startswith(f"of {without:,} bytes no checksums stored")
+
+
+def test_an_archive_without_checksums_is_not_called_compared(intact: Path, tmp_path: Path) -> None:
+    """PyTorch writes zeros if it is told to (`torch.serialization.set_crc32_options`)."""
+    target = mcore_ckpt_ext.HuggingFace(pickled=True)
+    folder = without_digests(mcore_ckpt_ext.convert(intact, tmp_path / "out", target).destination)
+    assert [done for done, _ in extents_of_checksums(folder)] == [True]
+    stored = torch.load(folder / "pytorch_model.bin")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(stored, folder / "pytorch_model.bin")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    ((done, said),) = extents_of_checksums(folder)
+    assert (done, said.startswith("no checksums stored")) == (False, True)
 
 
 def test_a_model_of_an_unknown_family_is_checked_as_far_as_its_files_go(folder: Path) -> None:

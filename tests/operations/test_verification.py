@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -301,6 +302,21 @@ def test_an_unread_backend_is_unsupported(damaged: Fixture) -> None:
         verify(damaged.run)
 
 
+@pytest.mark.parametrize(("name", "other"), [("p04", "p08b"), ("p08b", "p50")])
+def test_data_of_another_format_are_named(name: str, other: str, tmp_path: Path) -> None:
+    """Of a job that saved the iteration in another format before: Megatron reads one of them."""
+    fixture = fixture_named(name).copy_to(tmp_path / "copy")
+    shutil.copytree(
+        fixture_named(other).iteration, fixture.iteration, dirs_exist_ok=True,
+        ignore=lambda folder, names: {name for name in names if (fixture.iteration / name).exists()},
+    )  # fmt: skip
+    for quick in (False, True):
+        result = verify(fixture.run, quick=quick)
+        (told,) = (finding for finding in result.findings if "another format" in finding.what)
+        assert (result.sound, told.severity, told.check) == (True, "warning", COMPLETE)
+        assert ("mp_rank_00_000/distrib_optim.pt" if other == "p08b" else "__0_0.distcp") in told.what
+
+
 def test_an_unknown_file_is_highlighted(damaged: Fixture) -> None:
     (damaged.iteration / "__99_0.distcp").write_bytes(b"left over")
     result = verify(damaged.run, quick=True)
@@ -409,6 +425,24 @@ def test_megatrons_own_manifest(damaged: Fixture) -> None:
     assert any("__5_0.distcp: missing or unreadable" in finding for finding in told)
 
 
+@pytest.mark.parametrize("name", ["p04", "p31"])
+def test_a_manifest_of_some_files_claims_no_others(name: str, tmp_path: Path) -> None:
+    """Megatron lists no files in subfolders, where arrays of zarr lie, and misses none that a list lacks."""
+    fixture = fixture_named(name).copy_to(tmp_path / "copy")
+    digest = hashlib.sha256((fixture.iteration / "common.pt").read_bytes()).hexdigest()
+    (fixture.iteration / "integrity.json").write_text(json.dumps({"files": {"common.pt": digest}}))
+    result = verify(fixture.run)
+    (told,) = findings(result, MANIFEST)
+    assert "does not list" in told
+    assert ".metadata" in told or ".zarray" in told
+    (extent,) = (check.extent for check in result.checks if check.name == MANIFEST)
+    assert extent == f"SHA-256 of 1 file, {(fixture.iteration / 'common.pt').stat().st_size:,} bytes"
+    without = [check.extent for check in result.checks if check.name == CHECKSUMS and not check.done]
+    assert [extent.partition(" bytes ")[2].partition(":")[0] for extent in without] == (
+        [] if name == "p04" else ["of tensors have no checksums"]
+    )
+
+
 @pytest.mark.parametrize(
     ("manifest", "expected"),
     [
@@ -420,7 +454,7 @@ def test_megatrons_own_manifest(damaged: Fixture) -> None:
 )
 def test_a_manifest_that_makes_no_sense(damaged: Fixture, manifest: str, expected: str) -> None:
     (damaged.iteration / "integrity.json").write_text(manifest)
-    (finding,) = findings(verify(damaged.run))
+    finding, *_ = findings(verify(damaged.run))
     assert expected in finding
 
 

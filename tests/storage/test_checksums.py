@@ -226,7 +226,7 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     run = _verification_of(checkpoint)
     compared: list[str] = []
     monkeypatch.setattr(
-        integrity, "check_archives", lambda of, archives, *_: (compared.extend(file for file, *_ in archives) or [], 0)
+        integrity, "check_archives", lambda of, archives, *_: (compared.extend(file for file, *_ in archives) or [], [])
     )
     run.verify_or_note()
     assert [finding for finding in run.results.findings if finding.severity == "error"] == []

@@ -55,6 +55,7 @@ def test_manifests_are_interchangeable_with_sha256sum(tmp_path: Path) -> None:
         ('"shape": [3, 0]', '"shape": [3, -1]'),
         ('"shape": [3, 0]', '"shape": 3'),
         ('"dtype": "bfloat16", ', ""),
+        (manifest_text(MANIFEST), f"{DIGEST}  a\n{DIGEST[::-1]}  a\n"),
         (manifest_text(MANIFEST)[-40:], ""),
         (manifest_text(MANIFEST), "# nothing\n"),
         (manifest_text(MANIFEST), ""),

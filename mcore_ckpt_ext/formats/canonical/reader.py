@@ -104,7 +104,7 @@ class CanonicalCheckpoint(FormatReader):
     @cached_property
     @override
     def files(self) -> Files:
-        return replace(super().files, checked_arrays=lambda: self._weights.arrays_with_checksum(), unread=self._unread)
+        return replace(super().files, raw_arrays=lambda: self._weights.raw_arrays(), unread=self._unread)
 
     @cached_property
     @override
@@ -197,9 +197,9 @@ class _Arrays(StoredOnce):
         check_index(listed, file_of, folder / INDEX_FILE, hint)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
-    def arrays_with_checksum(self) -> Iterator[RawArray]:
-        """Yield the arrays that have a checksum."""
-        return (extent for _, extent in self._tensors.values() if extent.crc is not None)
+    def raw_arrays(self) -> Iterator[RawArray]:
+        """Yield all arrays, each with its checksum if it has one."""
+        return (extent for _, extent in self._tensors.values())
 
     def names(self) -> list[str]:
         """Return the names of the weights."""

@@ -129,7 +129,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return replace(
             super().files,
             auxiliary_files_below=self._below,
-            checked_arrays=self._checked_arrays,
+            raw_arrays=self._raw_arrays,
             unread=lambda *, objects=True: [
                 *left_out_tensors(self.left_out, self._stored, self._vision, self._of_activations)
             ],
@@ -265,8 +265,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         """The number of tokens in the vocabulary without padding."""
         return int(self.model_arguments.require("vocab_size"))
 
-    def _checked_arrays(self) -> Iterator[RawArray]:
-        return (extent for extent in self._extents if isinstance(extent, RawArray) and extent.crc is not None)
+    def _raw_arrays(self) -> Iterator[RawArray]:
+        return (extent for extent in self._extents if isinstance(extent, RawArray))
 
     def _notices(self, view: CheckpointView) -> list[str]:
         notes = [f"model family: {self.family.described}"] if self.family.origin else []

@@ -28,6 +28,7 @@ from mcore_ckpt_ext.errors import (
     shorten,
 )
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
+from mcore_ckpt_ext.formats.parts import Files
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.view import OpenedFormat
 from mcore_ckpt_ext.job.releases import LOADS_ZARR, WRITES_ZARR
@@ -72,6 +73,15 @@ class ZarrCheckpoint(TorchDistCheckpoint):
     @override
     def _evidence_of_index(self) -> Iterator[Bound]:
         yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", *WRITES_ZARR.span
+
+    @cached_property
+    @override
+    def files(self) -> Files:
+        return replace(super().files, raw_arrays=self._raw_arrays)
+
+    def _raw_arrays(self) -> Iterator[RawArray]:
+        extents = (chunk.extent for array in self._stored_index.arrays.values() for chunk in array.chunks)
+        return (extent for extent in extents if isinstance(extent, RawArray))
 
     def _read_index(self) -> DcpIndex:
         return self.folder_index.content_by(read_index)
