@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState, merge_entries
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.model_space.tensors import STALE_MASTER, WEIGHT
+from mcore_ckpt_ext.optimizers.stale_masters import WHY_STALE
 
 _SHOWN = 3
 
@@ -66,12 +67,15 @@ def account_of(
     unread = checkpoint.files.unread(objects=elements)
     names = {item.key for item in unread}
     left: dict[str, int] = {}
+    stale: list[UnreadState] = []
     keys: dict[str, set[str]] = {}
     for parts in checkpoint.files.stored_parts():
         if names and not names.isdisjoint((parts.tensor, parts.tensor.rpartition("/shard_")[0])):
             continue
         if leaves_out(parts.kind):
             left[parts.kind] = left.get(parts.kind, 0) + sum(nbytes for _, nbytes in parts.places)
+        elif parts.kind == STALE_MASTER:
+            stale.append(UnreadState(parts.tensor, OTHER, sum(nbytes for _, nbytes in parts.places), WHY_STALE))
         else:
             keys.setdefault(parts.kind, set()).add(parts.tensor)
     known_by_form = sum(item.key in described for item in unread)
@@ -81,7 +85,7 @@ def account_of(
     return Account(
         compared=read if elements else 0,
         by_form=known_by_form + objects + (0 if elements else read),
-        not_looked_at=(*(item for item in unread if item.key not in described), *kinds),
+        not_looked_at=(*(item for item in unread if item.key not in described), *merge_entries(stale), *kinds),
     )
 
 

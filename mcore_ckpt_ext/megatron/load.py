@@ -52,12 +52,12 @@ from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initia
 from mcore_ckpt_ext.megatron.probe import resuming_from_complete
 from mcore_ckpt_ext.megatron.random_seed import seed_again
 from mcore_ckpt_ext.megatron.random_states import grid_may_differ
-from mcore_ckpt_ext.megatron.run_folder import folder_to_load, run_folder
+from mcore_ckpt_ext.megatron.run_folder import detects_format, folder_to_load, run_folder, with_detected_format
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.shared_index import share_index
 from mcore_ckpt_ext.megatron.weights_load import load_weights_alone
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import Scope, overridden, scope_of
+from mcore_ckpt_ext.patching.overrides import overridden, scope_of
 from mcore_ckpt_ext.patching.patch_point import Function
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, VERIFY_ALL
@@ -138,7 +138,8 @@ class _LoadCall:
             perform([COMPLETENESS], self._resume, self._rank)
             complete = resuming_from_complete(self._scope, probe.health)
             session = running_load(lambda: self._resume.session)
-            with reentrancy_guard(), complete, session, share_index(self._resume.session.index):
+            detected = with_detected_format(self._resume.directory, self._arguments)
+            with reentrancy_guard(), complete, session, detected, share_index(self._resume.session.index):
                 result, permitted = self._dispatch()
         # Megatron-FSDP derives its weights from its masters, so there is nothing to compare.
         proven = False
@@ -204,7 +205,7 @@ class _LoadCall:
             result, self._summary = loaded
             return result, None
         advise_torch_fsdp(arguments, directory)
-        if _resumes_optimizer(scope, self._optimizer):
+        if _resumes_optimizer(arguments, self._optimizer):
             if (assessment := self._decide()) is not None:
                 if assessment.decision.is_stock:
                     return self._load_by_stock(assessment), None
@@ -333,16 +334,14 @@ def _options(arguments: Any) -> ResumeOptions:
     )
 
 
-def _resumes_optimizer(scope: Scope, optimizer: Any) -> bool:
+def _resumes_optimizer(arguments: Any, optimizer: Any) -> bool:
     """Return True if this package may have to fill the optimizer from a checkpoint that it can read."""
-    arguments = scope["get_args"]()
     if not _takes_optimizer(arguments, optimizer):
         return False
-    detects = getattr(arguments, "auto_detect_ckpt_format", False)
     chain = Chain.of(optimizer)
     if chain.unknown or not (chain.whole or arguments.use_distributed_optimizer):
         return False
-    return arguments.ckpt_format in (TORCH_DIST, LEGACY) or detects
+    return arguments.ckpt_format in (TORCH_DIST, LEGACY) or detects_format(arguments)
 
 
 def _takes_optimizer(arguments: Any, optimizer: Any) -> bool:

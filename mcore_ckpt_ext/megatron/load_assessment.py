@@ -25,6 +25,7 @@ from mcore_ckpt_ext.megatron.load_facts import LoadFacts
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import grid_may_differ, random_states_are_lacking, random_states_are_too_few
+from mcore_ckpt_ext.megatron.run_folder import detects_format
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.optimizers.table import may_be_shifted, shows_names
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
@@ -159,7 +160,7 @@ def assess_live(
     job = RunningJob(Chain.of(optimizer), children, arguments, megatron_version(), has_new_tokens)
     if is_presented:
         return None if session.folder.name == RELEASE else assess(session, job, None)
-    if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
+    if arguments.ckpt_format == LEGACY and not detects_format(arguments):
         return None
     common, name, release, kind = _common_state(scope, call, directory, session)
     if common is None or release or getattr(kind, "name", None) != "GLOBAL":

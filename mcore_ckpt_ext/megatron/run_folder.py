@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.releases import FREEZES_WHOLE_JOBS
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.patching.overrides import Scope
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_name, newer_non_persistent
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
 
 def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None, bool]:
@@ -46,6 +51,27 @@ def folder_to_load(directory: str | None, arguments: Any) -> Path | None:
         return run / iteration_name(int(step)) if step else iteration_folder(run)
     except (CheckpointError, OSError):  # stock Megatron reports the error
         return None
+
+
+def detects_format(arguments: Any) -> bool:
+    """Return True if a load takes a checkpoint in any format (`--auto-detect-ckpt-format`)."""
+    return bool(getattr(arguments, "auto_detect_ckpt_format", False))
+
+
+@contextmanager
+def with_detected_format(directory: str | None, arguments: Any) -> Iterator[None]:
+    """Within this scope, let a job that saves legacy files load a distributed checkpoint that it detects.
+
+    `load_checkpoint` detects it, and still goes by `--ckpt-format`: it refuses another layout, and requests a state
+    without a model (`check_checkpoint_args` and `generate_state_dict`, megatron/training/checkpointing.py, core_v0.16.1
+    to 0.19.2 and the development head of August 2026).
+    """
+    folder = folder_to_load(directory, arguments) if detects_format(arguments) else None
+    detected = {}
+    if folder is not None and arguments.ckpt_format == LEGACY and (folder / METADATA_FILE).is_file():
+        detected = {"ckpt_format": TORCH_DIST, "use_dist_ckpt": True}
+    with overridden(vars(arguments), **detected):
+        yield
 
 
 def takes_non_persistent(directory: str, arguments: Any) -> bool:

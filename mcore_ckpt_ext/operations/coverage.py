@@ -14,19 +14,18 @@ from mcore_ckpt_ext.model_space.tensors import (
     EXP_AVG,
     EXP_AVG_SQ,
     FP32_PARAM,
-    PARAM_REMAINDER,
     WEIGHT,
     LogicalTensor,
     contradicts_kind,
 )
 from mcore_ckpt_ext.operations.findings import COVERED, Finding, error, warning
-from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, FlatArray
+from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray
 from mcore_ckpt_ext.optimizers.groups import LION, rule_of
 from mcore_ckpt_ext.planning.overlap import Piece, overlap
 from mcore_ckpt_ext.planning.plan import Copies
 
 _MOMENTS = frozenset({EXP_AVG, EXP_AVG_SQ})
-_OF_ADAM = _MOMENTS | {FP32_PARAM, PARAM_REMAINDER}
+_OF_ADAM = _MOMENTS | {FP32_PARAM}
 
 
 def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
@@ -106,7 +105,10 @@ def check_arrays(buffers: Buffers) -> Iterator[Finding]:
     for (child, index), arrays in buffers.arrays.items():
         of_group = {kind for _, kind in arrays}
         for bucket in dict.fromkeys(bucket for bucket, _ in arrays):
-            if lacking := {kind for kind in of_group if (bucket, kind) not in arrays}:
+            # Weights of another dtype may have masters of another kind.
+            has_masters = any((bucket, kind) in arrays for kind in MASTERS)
+            lacking = {kind for kind in of_group if (bucket, kind) not in arrays}
+            if lacking := lacking.difference(MASTERS if has_masters else ()):
                 where = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
                 yield error(COVERED, where, f"its {_list_kinds(lacking)} is missing, which other buckets have")
         for (bucket, kind), array in arrays.items():
@@ -152,7 +154,7 @@ def check_parameters_with_state(checkpoint: CheckpointView) -> Iterator[Finding]
     optimizer = checkpoint.optimizer.state()
     weights = set(checkpoint.names(WEIGHT))
     kinds_of: dict[str, frozenset[str]] = {}
-    for kind in optimizer.kinds:
+    for kind in optimizer.carried_kinds:
         for name in optimizer.names(kind):
             kinds_of[name] = kinds_of.get(name, frozenset()) | {kind}
     has_lion = any(rule_of(group) == LION for group in checkpoint.optimizer.param_groups())

@@ -28,10 +28,11 @@ from mcore_ckpt_ext.storage.index_entries import StoredArray
 DP_RESHARDABLE = "dp_reshardable"
 BUCKET_SPACE = "fully_sharded_bucket_space"
 
-_KEY = re.compile(
+BUCKET_KEY = re.compile(
     r"^(?:chained_(?P<child>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtypes>\(.*\))\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$"
 )
+"""The key of the array of one bucket and kind."""
 GROUP_KEY = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
 """The beginning of the keys of one data-parallel group's state: the chained optimizer and the group."""
 _UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
@@ -42,7 +43,7 @@ def bucket_state(keys: StoredKeys) -> FlatState:
     state: dict[GroupKey, dict[tuple[BucketKey, str], FlatArray]] = {}
     unpadded: dict[str, Any] = {}
     for name, array in keys.arrays.items():
-        match = _KEY.match(name)
+        match = BUCKET_KEY.match(name)
         if match is None:
             continue
         if len(array.shape) != 1:
@@ -89,11 +90,13 @@ def _claims(name: str, keys: StoredKeys) -> set[str]:
     """Return the keys of a format; both formats have the same, only the label identifies the older one."""
     if (keys.label == BUCKET_SPACE) != (name == BUCKET_SPACE):
         return set()
-    prefixes = {key[: match.end()] for key in keys.arrays if _KEY.match(key) and (match := GROUP_KEY.match(key))}
+    prefixes = {key[: match.end()] for key in keys.arrays if BUCKET_KEY.match(key) and (match := GROUP_KEY.match(key))}
     return {
         key
         for key in keys
-        if (match := GROUP_KEY.match(key)) and key[: match.end()] in prefixes and (_KEY.match(key) or is_of_group(key))
+        if (match := GROUP_KEY.match(key))
+        and key[: match.end()] in prefixes
+        and (BUCKET_KEY.match(key) or is_of_group(key))
     }
 
 

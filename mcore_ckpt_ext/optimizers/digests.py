@@ -117,6 +117,8 @@ def _problems(buffers: Buffers, placed: PlacedParameter, kinds: Collection[str] 
         return
     of_kinds = recorded.get(placement.name, {})
     for kind in of_kinds if kinds is None else kinds:
+        if kind not in of_kinds and (key, kind) not in buffers.arrays[group.child, group.index]:
+            continue  # the bucket's masters are of another kind
         if kind not in of_kinds:
             yield f"{kind} of {placement.name} in {group}: no digest of it was recorded"
         elif (actual := _stored_digest(buffers, placed, kind)) != of_kinds[kind]:

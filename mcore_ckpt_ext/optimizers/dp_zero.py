@@ -24,6 +24,7 @@ from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, FlatArray, FlatPiece, F
 from mcore_ckpt_ext.optimizers.flat_buffers import flat_optimizer
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, is_of_group
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
+from mcore_ckpt_ext.optimizers.stale_masters import with_stale_masters
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.index_entries import StoredObject
@@ -94,6 +95,7 @@ def _whole_buffers(holder: Holder, state: FlatState, models: LocalModels) -> Opt
 
     Source: `get_parameter_state_dp_zero`, megatron/core/optimizer/distrib_optimizer.py, core_v0.16.1 and 0.19.2.
     """
+    state = with_stale_masters(state, holder.arguments)
     if not (holder.arguments.bf16 and has_fused_masters(holder.arguments) and _holds_numbers(state, holder.transfer)):
         return flat_optimizer(holder, state, _RULES, models)
     return numbers_of_remainders(flat_optimizer(holder, replace(state, has_numbers=True), _RULES, models))

@@ -24,8 +24,6 @@ from mcore_ckpt_ext.transfer import Transfer
 # Masters are named `param` on disk; every other state has its own name.
 KINDS = {"param": FP32_PARAM}
 MASTERS = (FP32_PARAM, PARAM_REMAINDER, STALE_MASTER)
-OF_FP32_WEIGHTS = "(torch.float32, "
-"""The beginning of the dtypes of a buffer for fp32 weights, in keys."""
 
 # The number of a chained optimizer, and Megatron's `dp_group_idx`.
 GroupKey = tuple[int, int]
@@ -139,28 +137,9 @@ class FlatState:
     has_numbers: bool = False
 
 
-def kind_of_array(state: str, dtype: str, *, stale: bool = False) -> str:
-    """Return the kind of an array by its name on disk and its dtype: int16 masters are remainders.
-
-    `stale`: whether no step updated the masters.
-    """
-    if state in KINDS and dtype == "int16":
-        return PARAM_REMAINDER
-    kind = KINDS.get(state, state)
-    return STALE_MASTER if stale and kind == FP32_PARAM else kind
-
-
-def with_stale_masters(state: FlatState) -> FlatState:
-    """Return the arrays of a job whose optimizer does not update the masters of fp32 weights."""
-
-    def kind_of(key: BucketKey, kind: str) -> str:
-        return STALE_MASTER if kind == FP32_PARAM and key.dtypes.startswith(OF_FP32_WEIGHTS) else kind
-
-    relabeled = {
-        group: {(key, kind_of(key, kind)): array for (key, kind), array in arrays.items()}
-        for group, arrays in state.arrays.items()
-    }
-    return replace(state, arrays=relabeled)
+def kind_of_array(state: str, dtype: str) -> str:
+    """Return the kind of an array by its name on disk and its dtype: int16 masters are remainders."""
+    return PARAM_REMAINDER if state in KINDS and dtype == "int16" else KINDS.get(state, state)
 
 
 def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:

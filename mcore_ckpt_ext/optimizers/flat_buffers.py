@@ -16,7 +16,7 @@ from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOW
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, has_fused_masters, master_check_of
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, MasterCheck, master_check_of
 from mcore_ckpt_ext.layout.packing_proposals import Proposal
 from mcore_ckpt_ext.layout.packing_recovery import (
     RecoveredPacking,
@@ -36,10 +36,10 @@ from mcore_ckpt_ext.optimizers.flat_arrays import (
     FlatState,
     GroupKey,
     cut,
-    with_stale_masters,
 )
 from mcore_ckpt_ext.optimizers.flat_samples import FlatSamples
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder
+from mcore_ckpt_ext.optimizers.stale_masters import with_stale_masters
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer
@@ -319,7 +319,7 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
     """
     proposals = partial(holder.proposals, rules, models)
     master_check = master_check_of(holder.arguments)
-    state = with_stale_masters(state) if has_fused_masters(holder.arguments) else state
+    state = with_stale_masters(state, holder.arguments)
     return FlatBuffers(state, models, proposals, holder.weights(), holder.transfer, master_check, holder.sidecar)
 
 

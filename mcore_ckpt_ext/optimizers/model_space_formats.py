@@ -25,12 +25,13 @@ from mcore_ckpt_ext.job.releases import (
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch, has_fused_masters
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, STALE_MASTER, WEIGHT
 from mcore_ckpt_ext.optimizers.derived_masters import numbers_of_remainders
 from mcore_ckpt_ext.optimizers.model_space_state import STATE_KEY, ModelSpaceState
 from mcore_ckpt_ext.optimizers.natural_shapes import natural_shapes
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
+from mcore_ckpt_ext.optimizers.stale_masters import are_stale
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import repair, shifted_names
 from mcore_ckpt_ext.transfer import read_slice
@@ -98,13 +99,20 @@ def _read_model_space(holder: Holder, keys: StoredKeys, models: Callable[[], Loc
     }
     return ModelSpaceState(
         replace(keys, natural_shapes={**natural_shapes(lacking, weight_shape), **keys.natural_shapes}),
-        stale=has_stale_masters(holder.arguments),
+        is_stale=_is_stale_in(holder),
     )
 
 
-def has_stale_masters(arguments: JobArguments) -> bool:
-    """Return whether no step updated any stored master of a job."""
-    return has_fused_masters(arguments) and not (arguments.bf16 or arguments.fp16)
+def _is_stale_in(holder: Holder) -> Callable[[str], bool]:
+    """Return a function that returns whether the stored master of a parameter is stale."""
+
+    def is_stale(name: str) -> bool:
+        if not has_fused_masters(holder.arguments):
+            return False
+        weight = holder.weights().logical_tensor(WEIGHT, name)
+        return are_stale(holder.arguments, weight.dtype if weight else None)
+
+    return is_stale
 
 
 def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
@@ -114,9 +122,9 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
     numbers (`_get_main_param_and_optimizer_states` returns int16, and the gathered buffers are fp32;
     distrib_optimizer.py, core_v0.15.0 to 0.19.2).
     """
-    is_stale = has_stale_masters(holder.arguments)
-    state = ModelSpaceState(keys, stale=is_stale)
-    if is_stale or (holder.arguments.use_precision_aware_optimizer and _holds_numbers(state, holder)):
+    state = ModelSpaceState(keys, is_stale=_is_stale_in(holder))
+    has_numbers = bool(holder.arguments.use_precision_aware_optimizer) and _holds_numbers(state, holder)
+    if has_numbers or STALE_MASTER in state.kinds:
         if any(shifted_names(models(), order) for order in holder.orders()):
             raise PackingError(
                 "this optimizer state may be shifted (Megatron 0.15 to 0.19), which only masters could show: those "
@@ -124,7 +132,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
                 where=str(holder.folder),
                 hint="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
             )
-        return state if is_stale else numbers_of_remainders(state)
+        return numbers_of_remainders(state) if has_numbers else state
     return repair(state, models(), holder.orders(), holder.weights(), holder.transfer)
 
 

@@ -8,14 +8,14 @@ elements of a shard], whose natural shape is in the metadata (dist_checkpointing
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, STALE_MASTER, LogicalTensor
 from mcore_ckpt_ext.optimizers.flat_arrays import kind_of_array
 from mcore_ckpt_ext.optimizers.optimizer_format import CHAIN, StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -28,21 +28,23 @@ STATE_KEY = re.compile(CHAIN + r"optimizer\.state\.(?P<state>\w+?)\.(?P<key>.+)$
 class ModelSpaceState(OptimizerState):
     """Optimizer state that does not depend on a packing."""
 
-    def __init__(self, keys: StoredKeys, distributed: bool = True, *, stale: bool = False) -> None:
+    def __init__(
+        self, keys: StoredKeys, distributed: bool = True, is_stale: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Read the keys.
 
         Args:
             keys: the stored state.
             distributed: whether a DistributedOptimizer stored it.
-            stale: whether no step updated the masters.
+            is_stale: returns whether no step updated the master of a parameter.
         """
         self._distributed = distributed
         self._slices: dict[tuple[str, str], list[StoredSlice]] = {}
         self._tensors: dict[tuple[str, str], LogicalTensor] = {}
         for name, array in keys.arrays.items():
             if match := STATE_KEY.match(name):
-                kind = kind_of_array(match["state"], array.dtype, stale=stale)
-                self._add(kind, match["key"], array, keys.natural_shapes.get(name))
+                kind = kind_of_array(match["state"], array.dtype)
+                self._add(kind, match["key"], array, keys.natural_shapes.get(name), is_stale)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors))
 
     @override
@@ -61,9 +63,18 @@ class ModelSpaceState(OptimizerState):
     def is_distributed(self, name: str) -> bool:
         return self._distributed
 
-    def _add(self, kind: str, key: str, array: StoredArray, natural: tuple[int, ...] | None) -> None:
+    def _add(
+        self,
+        kind: str,
+        key: str,
+        array: StoredArray,
+        natural: tuple[int, ...] | None,
+        is_stale: Callable[[str], bool],
+    ) -> None:
         shape = natural or array.shape
         stacked = stacked_axes(key)
+        if kind == FP32_PARAM and is_stale(name_at(key, (0,) * stacked)):
+            kind = STALE_MASTER
         for stack in product(*(range(size) for size in shape[:stacked])):
             name = name_at(key, stack)
             self._tensors[kind, name] = LogicalTensor(name, shape[stacked:], array.dtype)

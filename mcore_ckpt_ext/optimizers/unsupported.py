@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.master_check import has_fused_masters
 from mcore_ckpt_ext.layout.quantized import QUANTIZED, quantizes
 from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, contradicts_kind
-from mcore_ckpt_ext.optimizers.flat_arrays import OF_FP32_WEIGHTS
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, has_stale_masters
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder, StoredKeys
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
@@ -125,13 +123,6 @@ def _transposes_experts(arguments: JobArguments) -> bool:
 def has_remainders(index: DcpIndex) -> bool:
     """Return whether masters are int16 remainders, as of a precision-aware optimizer with bf16 weights."""
     return any(is_master(key) and array.dtype == "int16" for key, array in index.arrays.items())
-
-
-def is_stale_master(key: str, arguments: JobArguments) -> bool:
-    """Return whether the array of a sharded key contains masters that no step updated."""
-    if not (has_fused_masters(arguments) and is_master(key)):
-        return False
-    return OF_FP32_WEIGHTS in key if ".gbuf_idx_" in key else has_stale_masters(arguments)
 
 
 def is_master(key: str) -> bool:

@@ -46,6 +46,16 @@ def test_the_live_optimizer_equals_that_of_the_job_that_wrote(
     assert_resumed(source.truth, resume(tmp_path, layout, source.run, more=more))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("fixture", ["p01", "p04"])
+def test_a_job_of_legacy_files_detects_a_distributed_checkpoint(fixture: str, tmp_path: Path) -> None:
+    """Stock fails, under any layout; it loads the optimizer of the second one once it may."""
+    source = fixture_named(fixture)
+    more = [*LEGACY, "--auto-detect-ckpt-format"]
+    job = resume(tmp_path, Layout(2, 2, 4), source.run, more=more, **checkout_job())
+    assert differing(source.truth, assemble(job.at_load)) == []
+
+
 @with_another_release
 def test_an_unchanged_layout_is_left_to_stock(tmp_path: Path) -> None:
     source = fixture_named("p08b")

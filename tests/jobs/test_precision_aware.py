@@ -48,6 +48,8 @@ REDUCED = [*AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp16"]
 # Masters and moments of few bits, divided by a scale of each shard.
 HALF = [*AWARE, "--main-params-dtype", "fp16", "--exp-avg-dtype", "fp16", "--exp-avg-sq-dtype", "bf16"]
 WHOLE = {REMAINDERS_VARIABLE: "0"}
+MIXED = {"TEST_NORMS_IN_FP32": "1"}
+MIXED_FORMATS = {"buffers": [], "arrays": ["--dist-ckpt-optim-fully-reshardable"], "files": LEGACY}
 
 
 @pytest.fixture(scope="module", params=EITHER)
@@ -84,8 +86,21 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Turn(folder / "legacy, TP2", OTHER, more=AWARE, load=legacy, until=LAST),
         Turn(folder / "fp32, TP2", OTHER, more=AWARE, precision=(), load=fp32, until=LAST),
         Turn(folder / "fp32, off, same layout", LAYOUT, more=LLAMA, precision=(), load=fp32, until=LAST),
+        *(turn for name, stored in MIXED_FORMATS.items() for turn in mixed_turns(folder, name, stored)),
     ]  # fmt: skip
-    return run_in_turn(folder, turns, [launch.PRECISION_AWARE], of_checkout=request.param)
+    return run_in_turn(
+        folder, turns, [launch.PRECISION_AWARE, RANK_SCRIPTS / "norms_in_fp32.py"], of_checkout=request.param
+    )
+
+
+def mixed_turns(folder: Path, name: str, stored: list[str]) -> list[Turn]:
+    """A job whose norms stay in fp32, and who resumes it with that optimizer and without."""
+    run = folder / f"mixed {name}" / "checkpoints"
+    return [
+        Turn(folder / f"mixed {name}", LAYOUT, more=[*AWARE, *stored], environment=MIXED, saves=True, until=LAST),
+        Turn(folder / f"mixed {name}, TP2", OTHER, more=AWARE, environment=MIXED, load=run, until=LAST),
+        Turn(folder / f"mixed {name}, off", OTHER, more=LLAMA, environment=MIXED, load=run, until=LAST),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +216,23 @@ def test_fp32_weights_are_their_own_masters(results: Results, tmp_path: Path) ->
     assert any("masters that are fp32 weights" in check.extent for check in verification.checks)
     stale = [row.key for row in verification.account.not_looked_at if "never updates" in row.why]
     assert len(stale) == 2  # a bucket of each stage
+    assert_converted(saved.run, truth, tmp_path)
+
+
+@pytest.mark.parametrize("name", MIXED_FORMATS)
+def test_masters_of_two_kinds_beside_each_other(results: Results, name: str, tmp_path: Path) -> None:
+    """Of bf16 weights the remainders are stored, of fp32 weights copies that no step updates."""
+    saved = results.job(f"mixed {name}")
+    truth = assemble(saved.at_save)
+    assert {truth["weight.decoder.final_layernorm.weight"].dtype, truth["weight.output_layer.weight"].dtype} == {
+        torch.float32, torch.bfloat16
+    }  # fmt: skip
+    for resumed in (results.job(f"mixed {name}, TP2"), results.job(f"mixed {name}, off")):
+        assert_same_masters_and_moments(saved, resumed)
+        assert_losses_go_on(saved, resumed)
+    verification = verify(saved.run)
+    assert verification.sound
+    assert any("never updates" in row.why for row in verification.account.not_looked_at)
     assert_converted(saved.run, truth, tmp_path)
 
 

@@ -30,10 +30,10 @@ OPTIMIZER = SimpleNamespace(gbuf_ranges=[])
 def test_an_optimizer_is_resumed_if_the_job_loads_it_from_a_format_that_is_read(
     changed: dict[str, Any], resumes: bool
 ) -> None:
-    scope = {"get_args": lambda: SimpleNamespace(**TRAINS | changed)}
-    assert _resumes_optimizer(scope, OPTIMIZER) == resumes
-    assert not _resumes_optimizer(scope, None)
-    assert not _resumes_optimizer(scope, SimpleNamespace())  # an optimizer of an unknown kind
+    arguments = SimpleNamespace(**TRAINS | changed)
+    assert _resumes_optimizer(arguments, OPTIMIZER) == resumes
+    assert not _resumes_optimizer(arguments, None)
+    assert not _resumes_optimizer(arguments, SimpleNamespace())  # an optimizer of an unknown kind
 
 
 @pytest.mark.parametrize("name", ["model", "ddp_model"])

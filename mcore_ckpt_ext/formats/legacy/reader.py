@@ -99,7 +99,7 @@ class LegacyCheckpoint(FormatReader):
     def files(self) -> Files:
         return replace(
             super().files,
-            stored_parts=lambda: parts_of_legacy(self.rank_files()),
+            stored_parts=lambda: parts_of_legacy(self.rank_files(), self.job.arguments()),
             archives=self._archives,
             unread=self._unread,
             rank_of=self._rank_of,

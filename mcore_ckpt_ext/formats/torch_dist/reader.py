@@ -26,7 +26,6 @@ from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.torch_dist.stored_parts import parts_of_torch_dist
 from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
-    OTHER,
     RERUN_STATE,
     UNKNOWN,
     UnreadState,
@@ -47,7 +46,6 @@ from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.optimizer_format import StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognize, unlabeled_format
-from mcore_ckpt_ext.optimizers.unsupported import is_stale_master
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import is_stored
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
@@ -62,7 +60,6 @@ _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
 _RANDOM_STATE = "rng_state/shard_"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
-_STALE = "the optimizer steps fp32 weights themselves, and never updates this copy"
 
 
 class TorchDistCheckpoint(DescribedCheckpoint):
@@ -116,7 +113,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return States(self._extra_states, self._random_states, self._random_state_grid)
 
     def _stored_parts(self) -> Iterator[StoredParts]:
-        yield from parts_of_torch_dist(self.index, lambda: self.optimizer.state().buffers)
+        yield from parts_of_torch_dist(self.index, lambda: self.optimizer.state().buffers, self.job.arguments())
         if self._weights_source is not None:
             yield from parts_of_tensors(self.view, [WEIGHT])
 
@@ -204,11 +201,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def _unread_keys(self) -> Iterator[UnreadState]:
         """Yield arrays and objects of the index that are not read."""
         claimed = {key for _, keys in recognize(self._optimizer_keys) for key in keys}
-        arguments = self.job.arguments()
         for key, array in self.index.arrays.items():
-            if is_stale_master(key, arguments):
-                yield UnreadState(key, OTHER, array.nbytes, _STALE)
-            elif key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
+            if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
                 yield UnreadState(key, optimizer_kind(key), array.nbytes)
         for key, place in self.index.objects.items():
             if key.startswith(RERUN_STATE):

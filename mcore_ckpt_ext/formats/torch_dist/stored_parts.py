@@ -7,34 +7,51 @@ from collections.abc import Callable, Iterator, Sequence
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.stored_parts import StoredParts
 from mcore_ckpt_ext.formats.unread_state import OTHER, UNKNOWN, optimizer_kind
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, STALE_MASTER, WEIGHT
+from mcore_ckpt_ext.optimizers.bucket_formats import BUCKET_KEY
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
+from mcore_ckpt_ext.optimizers.model_space_state import STATE_KEY
+from mcore_ckpt_ext.optimizers.stale_masters import are_stale, are_stale_in_buffer
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 _GATHERED = ".param_state/shard_"
 
 
-def kind_of(key: str) -> str:
-    """Return the kind of the array stored under Megatron's sharded key."""
-    kind = optimizer_kind(key)
-    return WEIGHT if kind == OTHER else kind
-
-
-def parts_of_torch_dist(index: DcpIndex, buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredParts]:
+def parts_of_torch_dist(
+    index: DcpIndex, buffers: Callable[[], Sequence[Buffers]], arguments: JobArguments
+) -> Iterator[StoredParts]:
     """Yield an index's arrays and objects by Megatron's keys; `buffers` has the optimizer's flat ones."""
     for key, array in index.arrays.items():
-        kind = kind_of(key)
-        if kind == FP32_PARAM and array.dtype == "int16":
-            kind = PARAM_REMAINDER
         if array.chunks:
-            yield StoredParts(kind, key, array.files_and_bytes())
+            yield StoredParts(_kind_of(key, index, arguments), key, array.files_and_bytes())
     gathered = [key for key in index.objects if _GATHERED in key]
     for key, stored in index.objects.items():
         if key not in gathered:
             yield StoredParts(OTHER, key, [(stored.file, stored.length)])
     if gathered:
         yield from _gather(index, gathered, buffers)
+
+
+def _kind_of(key: str, index: DcpIndex, arguments: JobArguments) -> str:
+    """Return the kind of the array stored under Megatron's sharded key."""
+    kind = optimizer_kind(key)
+    if kind == OTHER:
+        return WEIGHT
+    if kind != FP32_PARAM:
+        return kind
+    if index.arrays[key].dtype == "int16":
+        return PARAM_REMAINDER
+    return STALE_MASTER if _is_stale(key, index, arguments) else kind
+
+
+def _is_stale(key: str, index: DcpIndex, arguments: JobArguments) -> bool:
+    if match := BUCKET_KEY.match(key):
+        return are_stale_in_buffer(arguments, match["dtypes"])
+    match = STATE_KEY.match(key)
+    weight = index.arrays.get(match["key"]) if match else None
+    return are_stale(arguments, weight.dtype if weight else None)
 
 
 def _gather(index: DcpIndex, keys: Sequence[str], buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredParts]:

@@ -23,6 +23,7 @@ from mcore_ckpt_ext.errors import (
     UnsafePickleError,
     UnsupportedCheckpointError,
 )
+from mcore_ckpt_ext.formats.accounts import account_of
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -30,6 +31,7 @@ from mcore_ckpt_ext.layout.local_parameters import TensorPart, model_space_name,
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.optimizers import remainders
 from mcore_ckpt_ext.optimizers.legacy_masters import LegacyMasters
+from mcore_ckpt_ext.optimizers.stale_masters import WHY_STALE
 from mcore_ckpt_ext.transfer import read_slice
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import flip, payload_position, read_all, verify_checksums
@@ -250,6 +252,27 @@ def test_remainders_of_masters_are_gathered_as_numbers(split: Fixture) -> None:
         is_tie = (expected.view(torch.int32) & 0xFFFF) == 0x8000  # that optimizer would have written the other weight
         assert torch.equal(master[~is_tie], expected[~is_tie]), name
         assert int(is_tie.sum()) < 5
+
+
+def test_masters_of_fp32_weights_that_no_step_updated(split: Fixture) -> None:
+    """So a precision-aware optimizer leaves them in fp32: the weights are the masters, and the copies are named."""
+    for path in split.iteration.glob("*/distrib_optim.pt"):
+        buffers = torch.load(path, weights_only=False)
+        (state,) = buffers[0].values()
+        torch.save({**buffers, 0: {(torch.float32, torch.float32): state}}, path)
+    for path in split.iteration.glob("*/model_optim_rng.pt"):
+        stored = torch.load(path, weights_only=False)
+        stored["args"].use_precision_aware_optimizer = True
+        stored["args"].bf16, stored["args"].params_dtype = False, torch.float32
+        stored["model"] = {name: value if value is None else value.float() for name, value in stored["model"].items()}
+        torch.save(stored, path)
+    checkpoint = opened(split)
+    for name in checkpoint.names("fp32_param"):
+        assert torch.equal(checkpoint.tensor("fp32_param", name).read(), split.truth[f"weight.{name}"].float())
+    account = account_of(checkpoint)
+    assert [item.key for item in account.not_looked_at if item.why == WHY_STALE] == [
+        "0.0.(torch.float32, torch.float32).param"
+    ]
 
 
 class _Attack:
