@@ -189,12 +189,14 @@ def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
 
 
 def read_by_all(ranks: Ranks, file: Path) -> dict[Any, Any]:
-    """Return all entries of a file; they are memory-mapped, and read when a value is needed.
+    """Return all entries of a file, with its `_metadata`.
+
+    They are memory-mapped, and read when a value is needed.
 
     Raises:
         ResumeRefusedError: on all ranks, if one cannot read them.
     """
-    return ranks.agree_here(lambda: dict(load(file)), "reading the checkpoint", _UNTOUCHED)
+    return ranks.agree_here(partial(load, file), "reading the checkpoint", _UNTOUCHED)
 
 
 def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:
