@@ -136,3 +136,30 @@ def test_masters_that_were_trained_since_are_not_those_of_the_file(tmp_path: Pat
         assert torch.equal(master, loaded.bfloat16().float())
 
     ranks.run(2, job)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_scheduler_goes_on_after_loading(tmp_path: Path, shard: bool) -> None:
+    def job() -> None:
+        from colossalai.nn.optimizer import Lamb
+
+        strict.install(plugins=("low_level_zero",))
+        schedulers: list[Any] = []
+
+        def lamb(parameters: Any) -> Any:
+            # ColossalAI trains with another optimizer, which it makes of this one.
+            optimizer = Lamb(parameters, lr=1e-2)
+            schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+            return optimizer
+
+        booster, model, optimizer = _boost(1, make_optimizer=lamb)
+        train(booster, model, optimizer, BEFORE)
+        schedulers[0].step()
+        _save(tmp_path, shard, booster, model, optimizer)
+        booster, model, optimizer = _boost(1, seed=1, make_optimizer=lamb)
+        _load(tmp_path, shard, booster, model, optimizer)
+        assert optimizer.optim.param_groups[0]["lr"] == 5e-3
+        schedulers[1].step()
+        assert optimizer.optim.param_groups[0]["lr"] == 2.5e-3
+
+    ranks.run(1, job)
