@@ -53,6 +53,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return value.clone() if is_part else value
 
 
+def is_per_element(name: str, value: object, parameter: torch.Tensor) -> bool:
+    """Return True if a state has a value for each element of its parameter.
+
+    NAdam and ASGD also keep scalars.
+    """
+    return isinstance(value, torch.Tensor) and name != "step" and (value.dim() > 0 or parameter.dim() == 0)
+
+
 def join_shards(
     name: str, value: torch.Tensor, parameter: Any, zero_group: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -105,7 +113,7 @@ def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state
     for name, value in state.items():
         if name.endswith(PADDING):
             continue
-        if not isinstance(value, torch.Tensor) or name == "step":
+        if not is_per_element(name, value, parameter):
             local[name] = value
             continue
         rows = padding.fit_padding(parameter, name, state.get(f"{name}{PADDING}"))

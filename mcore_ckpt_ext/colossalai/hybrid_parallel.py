@@ -30,6 +30,7 @@ from mcore_ckpt_ext.colossalai.gathering import pinned_copy
 from mcore_ckpt_ext.colossalai.hybrid_cuts import (
     PADDING,
     entries,
+    is_per_element,
     join_shards,
     local_state,
     refuse_shape,
@@ -91,7 +92,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         """Gather a state like ColossalAI, but in the order of the parameter, with its padding rows."""
         whole = state if inplace else copy.copy(state)
         for name, value in list(whole.items()):
-            if isinstance(value, torch.Tensor) and name != "step":
+            if is_per_element(name, value, param):
                 whole_value, rows = join_shards(name, value, param, dp_group if use_zero else None)
                 refuse_shape(name, whole_value.shape, original_shape)
                 for key, tensor in ((name, whole_value), (f"{name}{PADDING}", rows)):

@@ -17,7 +17,7 @@ from mcore_ckpt_ext import HuggingFace, convert, inspect, verify
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.boosted import batch, train
 from tests.colossalai.jobs import bits, refusal, same_bits
-from tests.colossalai.models import HIDDEN, VOCABULARY, Counted, gpt2
+from tests.colossalai.models import VOCABULARY, Versioned, gpt2
 
 PLUGIN = ("hybrid_parallel",)
 BEFORE, MORE = range(2), range(2, 5)
@@ -221,25 +221,20 @@ def _indexed(index: Path) -> dict[str, Any]:
     return {key: files[file][key] if key in files[file] else files[file][int(key)] for key, file in places.items()}
 
 
-class Versioned(Counted):
-    """A layer with extra state and a buffer, which saves its bias under another name since its version 2."""
+@pytest.mark.parametrize(("tensor_parallel", "zero"), [(2, 0), (1, 1)])
+def test_an_optimizer_that_keeps_scalars_of_each_parameter(tmp_path: Path, tensor_parallel: int, zero: int) -> None:
+    def job() -> None:
+        strict.install(plugins=PLUGIN)
+        boost = partial(_boost, tensor_parallel, 1, zero, make_optimizer=partial(torch.optim.NAdam, lr=1e-2))
+        booster, model, optimizer = boost()
+        _train(booster, model, optimizer, BEFORE)
+        _save(tmp_path, True, booster, model, optimizer)
+        assert _states(tmp_path)["0"]["mu_product"].shape == ()
+        again = boost(seed=1)
+        _load(tmp_path, True, *again)
+        assert _went_on(*again) == _went_on(booster, model, optimizer)
 
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__(HIDDEN, HIDDEN)
-        self.register_buffer("statistics", torch.arange(3.0))
-        self._register_state_dict_hook(_renames)
-        self.register_load_state_dict_pre_hook(_renames_back)
-
-
-def _renames(module: Any, state: Any, prefix: str, _: Any) -> None:
-    state[f"{prefix}shift"] = state.pop(f"{prefix}bias")
-
-
-def _renames_back(module: Any, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-    if metadata.get("version", 1) >= 2:
-        state[f"{prefix}bias"] = state.pop(f"{prefix}shift")
+    ranks.run(2, job)
 
 
 def _shares_a_module(vocabulary: int) -> Any:
