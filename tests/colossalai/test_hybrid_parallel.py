@@ -209,7 +209,7 @@ def _states(folder: Path) -> dict[str, dict[str, Any]]:
     return _indexed(folder / "optimizer" / "pytorch_optim.bin.index.json")
 
 
-def _model(folder: Path) -> dict[str, Any]:
+def _model(folder: Path) -> Any:
     if (folder / "model.bin").exists():
         return torch.load(folder / "model.bin", weights_only=True)
     return _indexed(folder / "model" / "pytorch_model.bin.index.json")
