@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mcore_ckpt_ext.colossalai.ranks import Ranks
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.storage.atomic_files import flush
 
 _NOT_WHOLE = "no new checkpoint is there"
@@ -178,10 +178,21 @@ def write_one(path: Path, state: Any, ranks: Ranks) -> None:
 
 
 def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
-    """Write tensors in the file format that the name's suffix implies."""
+    """Write a state in the file format that the name's suffix implies.
+
+    Raises:
+        UnsupportedCheckpointError: the format cannot hold an entry.
+    """
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
+        if other := next((name for name, value in state.items() if not isinstance(value, torch.Tensor)), None):
+            raise UnsupportedCheckpointError(
+                "safetensors files cannot hold an entry that is no tensor",
+                found=type(state[other]).__name__,
+                where=other,
+                hint="save with use_safetensors=False, or return a tensor from get_extra_state",
+            )
         # The format has no strides, and the library refuses non-contiguous tensors.
         save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
     else:
@@ -189,12 +200,14 @@ def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
 
 
 def read_by_all(ranks: Ranks, file: Path) -> dict[Any, Any]:
-    """Return all entries of a file; they are memory-mapped, and read when a value is needed.
+    """Return all entries of a file, with its `_metadata`.
+
+    They are memory-mapped, and read when a value is needed.
 
     Raises:
         ResumeRefusedError: on all ranks, if one cannot read them.
     """
-    return ranks.agree_here(lambda: dict(load(file)), "reading the checkpoint", _UNTOUCHED)
+    return ranks.agree_here(partial(load, file), "reading the checkpoint", _UNTOUCHED)
 
 
 def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:

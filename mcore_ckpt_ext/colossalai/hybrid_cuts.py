@@ -11,38 +11,54 @@ from torch import nn
 
 from mcore_ckpt_ext.colossalai import padding, tensor_parallel
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
-from mcore_ckpt_ext.colossalai.wrapper import persistent_buffers
+from mcore_ckpt_ext.colossalai.shards import keys_of
+from mcore_ckpt_ext.colossalai.stand_ins import standing_in
 from mcore_ckpt_ext.errors import ModelMismatchError
 
 PADDING = "_padding"
 """Suffix of the padding rows of a state: ``exp_avg_padding``. Asynchronous files allow no dot there."""
 
 
-def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
-    """Yield parameters under all their names, persistent buffers and extra state.
+def whole_state_dict(module: nn.Module) -> Any:
+    """Return the state dict of this stage's module with whole parameters; all ranks of a stage call this."""
+    values = {}
+    for parameter in module.parameters():
+        value = _whole(parameter)
+        # A parameter that is whole keeps its attributes, which hooks may read.
+        if value.data_ptr() != parameter.data_ptr():
+            values[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    with standing_in(module, values):
+        return module.state_dict()
 
-    All ranks of a stage iterate.
 
-    Args:
-        module: this stage's module.
-        share_ties: all names of a parameter get one tensor; else each gets its own, as safetensors require.
+def entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of `whole_state_dict`; all ranks of a stage iterate.
+
+    One tensor is gathered at a time, and has memory of its own for each of its names.
     """
-    seen: dict[nn.Parameter, torch.Tensor] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if share_ties and parameter in seen:
-            yield name, seen[parameter]
-            continue
-        room = tensor_parallel.room_for(parameter, parameter.dtype, parameter.device)
-        value = tensor_parallel.whole(parameter, parameter.detach().contiguous(), room)
-        # A file stores a tensor's whole storage, and safetensors cannot store one under two names.
-        is_part = value.numel() * value.element_size() < value.untyped_storage().nbytes()
-        value = value.clone() if parameter in seen or is_part else value
-        yield name, value
-        seen[parameter] = value if share_ties else parameter
-    yield from ((name, buffer.detach()) for name, buffer in persistent_buffers(module))
-    for prefix, owner in module.named_modules():
-        if type(owner).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{prefix}._extra_state".removeprefix("."), owner.get_extra_state()
+    keys = keys_of(module)
+    for tensor, names in keys.tensors.items():
+        value = _whole(tensor)
+        yield names[0], value
+        yield from ((name, value.clone()) for name in names[1:])
+    yield from keys.others.items()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole value of a parameter or buffer, in memory that holds nothing else."""
+    room = tensor_parallel.room_for(tensor, tensor.dtype, tensor.device)
+    value = tensor_parallel.whole(tensor, tensor.detach().contiguous(), room)
+    # A file stores a tensor's whole storage.
+    is_part = value.numel() * value.element_size() < value.untyped_storage().nbytes()
+    return value.clone() if is_part else value
+
+
+def is_per_element(name: str, value: object, parameter: torch.Tensor) -> bool:
+    """Return True if a state has a value for each element of its parameter.
+
+    NAdam and ASGD also keep scalars.
+    """
+    return isinstance(value, torch.Tensor) and name != "step" and (value.dim() > 0 or parameter.dim() == 0)
 
 
 def join_shards(
@@ -97,7 +113,7 @@ def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state
     for name, value in state.items():
         if name.endswith(PADDING):
             continue
-        if not isinstance(value, torch.Tensor) or name == "step":
+        if not is_per_element(name, value, parameter):
             local[name] = value
             continue
         rows = padding.fit_padding(parameter, name, state.get(f"{name}{PADDING}"))

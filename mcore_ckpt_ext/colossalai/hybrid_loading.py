@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, refuse_shape, working_parameter
-from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, refuse_shape, working_parameter
+from mcore_ckpt_ext.colossalai.loading import Accepted, StateDictMismatchError, accept, names_of_each_rank, write
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, same_digests
-from mcore_ckpt_ext.colossalai.wrapper import persistent_buffers
+from mcore_ckpt_ext.colossalai.wrapper import without_chunks
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, join_some, quantity
 
 _MODEL_UNTOUCHED = "the model is unchanged"
@@ -43,10 +43,10 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
                 expected=quantity(len(known_keys), "parameter"),
             )
         for key, stepped in id_map.items():
-            shape = tensor_parallel.whole_shape(working_parameter(optimizer, stepped))
+            parameter = working_parameter(optimizer, stepped)
             for name, value in by_id.get(key, {}).items():
-                if isinstance(value, torch.Tensor) and name != "step" and not name.endswith(PADDING):
-                    refuse_shape(f"{name} of parameter {key}", value.shape, shape)
+                if is_per_element(name, value, parameter) and not name.endswith(PADDING):
+                    refuse_shape(f"{name} of parameter {key}", value.shape, tensor_parallel.whole_shape(parameter))
         return digests({"param_groups": groups, "state": by_id}), None
 
     same_digests(ranks, "load_optimizer", {}, inspect_here, OPTIMIZER_UNCHANGED)
@@ -65,70 +65,46 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
 def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) -> None:
     """Load a whole state dict, after all ranks have checked that it fits all stages together.
 
+    PyTorch checks it, stage by stage: a stage's missing keys are missing, and a key is unexpected if it is to all.
+
     Raises:
         StateDictMismatchError: on all ranks; nothing is written.
     """
-    module = model.unwrap()
     model._force_wait_all_gather()
-    aliases = _aliases(ranks, model)
-    offered = dict(entries)
-    for names in aliases:
+    zero = without_chunks(model.unwrap(), ranks)
+    offered = OrderedDict(entries)
+    vars(offered).update(vars(entries) if hasattr(entries, "__dict__") else {})
+    for names in _aliases_across_stages(ranks, model, zero.names):
         given = next((name for name in names if name in entries), None)
         offered.update((name, entries[given]) for name in names if given is not None and name not in entries)
+    accepted: list[Accepted] = []
 
-    def inspect_here() -> tuple[Digests, set[str]]:
-        expected = _expected_shapes(module)
-        if strict and (missing := [name for name in expected if name not in offered]):
-            raise ModelMismatchError(
-                f"Missing key(s) in state_dict: {_quote(missing)}", found=f"{len(missing)} of them"
-            )
-        for name, shape in expected.items():
-            if name in offered and offered[name].shape != shape:
-                raise ModelMismatchError(
-                    f"size mismatch for {name}", found=tuple(offered[name].shape), expected=tuple(shape)
-                )
-        return digests(entries, own={name for name, _ in persistent_buffers(module)}), set(expected)
+    def inspect_here() -> tuple[Digests, tuple[list[str], list[str]]]:
+        accepted.append(accept(zero, offered, strict=False))
+        return digests(entries, own=names_of_each_rank(zero, entries)), tuple(accepted[0].answer)
 
     try:
         inspected = same_digests(ranks, "load_model", {"strict": strict}, inspect_here, _MODEL_UNTOUCHED)
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
-    known_names = set().union(*(names for _, names in inspected.values()), *aliases)
-    unexpected = sorted(name for name in entries if name not in known_names and not name.endswith("_extra_state"))
-    if strict and unexpected:
-        raise StateDictMismatchError(
-            f"Unexpected key(s) in state_dict: {_quote(unexpected)}",
-            found=f"{len(unexpected)} of them",
-            hint="strict=False loads the rest",
-        )
-    masks = [(parameter, tensor_parallel.is_padding(parameter)) for parameter in module.parameters()]
-    paddings = [(parameter, parameter.detach().clone(), mask) for parameter, mask in masks if mask is not None]
-    # ColossalAI pads in place (0.5.0, tensor/padded_tensor/api.py: to_padded_tensor), so it gets views.
-    views = {name: v.view_as(v) if isinstance(v, torch.Tensor) else v for name, v in offered.items()}
-    module.load_state_dict(views, strict=False)
-    for parameter, before, is_padding in paddings:
-        # ColossalAI sets padding rows to zero, as model files do not contain them.
-        parameter.data.copy_(torch.where(is_padding.to(before.device), before, parameter.data))
+    answers = [answer for _, answer in inspected.values()]
+    missing = {name for of_stage, _ in answers for name in of_stage}
+    unexpected = set(entries).intersection(*(of_stage for _, of_stage in answers))
+    if strict and (problems := [*_problem("Missing", missing), *_problem("Unexpected", unexpected)]):
+        raise StateDictMismatchError("; ".join(problems), hint="strict=False loads the rest")
+    write(accepted[0])
     model.update_master_params()
 
 
-def _quote(names: Iterable[str]) -> str:
-    return join_some([f'"{name}"' for name in names])
+def _problem(kind: str, keys: Iterable[str]) -> Iterator[str]:
+    # Sharded files have no extra state.
+    if names := sorted(key for key in keys if not key.endswith("_extra_state")):
+        quoted = join_some([f'"{name}"' for name in names])
+        yield f"{kind} key(s) in state_dict: {quoted}"
 
 
-def _expected_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the names in this stage's module, with their whole shapes."""
-    named = module.named_parameters(remove_duplicate=False)
-    shapes = {name: tensor_parallel.whole_shape(parameter) for name, parameter in named}
-    return shapes | {name: buffer.shape for name, buffer in persistent_buffers(module)}
-
-
-def _aliases(ranks: Ranks, model: Any) -> list[set[str]]:
-    """Return sets of names of one parameter: on one stage, and across stages (``shared_params``)."""
-    names: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in model.unwrap().named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, set()).add(name)
+def _aliases_across_stages(ranks: Ranks, model: Any, names: Mapping[nn.Parameter, list[str]]) -> list[set[str]]:
+    """Return the names of each parameter that several stages hold (``shared_params``)."""
     stage = model.stage_manager.stage if model.stage_manager is not None else None
-    across = [names.get(shared[stage], set()) if stage in shared else set() for shared in model.shared_params]
-    groups = [set().union(*of_all) for of_all in zip(*ranks.gather(across), strict=True)]
-    return [*groups, *(some for some in names.values() if len(some) > 1 and not any(some & group for group in groups))]
+    here = [names.get(shared[stage], []) if stage in shared else [] for shared in model.shared_params]
+    return [{name for some in of_all for name in some} for of_all in zip(*ranks.gather(here), strict=True)]

@@ -27,12 +27,21 @@ from torch import nn
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.files import read_by_all, read_optimizer_by_all, read_sharded_by_all, write_one
 from mcore_ckpt_ext.colossalai.gathering import pinned_copy
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, entries, join_shards, local_state, refuse_shape
+from mcore_ckpt_ext.colossalai.hybrid_cuts import (
+    PADDING,
+    entries,
+    is_per_element,
+    join_shards,
+    local_state,
+    refuse_shape,
+    whole_state_dict,
+)
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
+from mcore_ckpt_ext.colossalai.state import untie
 
 _CPU = torch.device("cpu")
 
@@ -58,7 +67,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         from colossalai.checkpoint_io.utils import StateDictSharder
 
         sharder = StateDictSharder(size_per_shard)
-        for name, value in entries(model, share_ties=False):
+        for name, value in entries(model):
             if not isinstance(value, torch.Tensor):
                 continue
             key = prefix + name
@@ -83,7 +92,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         """Gather a state like ColossalAI, but in the order of the parameter, with its padding rows."""
         whole = state if inplace else copy.copy(state)
         for name, value in list(whole.items()):
-            if isinstance(value, torch.Tensor) and name != "step":
+            if is_per_element(name, value, param):
                 whole_value, rows = join_shards(name, value, param, dp_group if use_zero else None)
                 refuse_shape(name, whole_value.shape, original_shape)
                 for key, tensor in ((name, whole_value), (f"{name}{PADDING}", rows)):
@@ -107,9 +116,11 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
             self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
             return
         model._force_wait_all_gather()
-        state: dict[str, Any] = {}
+        state: Any = {}
         if self.dp_rank == 0:
-            state = _merge_stages(self, dict(entries(model.unwrap(), share_ties=not use_safetensors)))
+            state = _merge_stages(self, whole_state_dict(model.unwrap()))
+            if use_safetensors:
+                untie(state, {}, omit=False)
         write_one(Path(checkpoint), state, _ranks(self))
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, State], id_map: Any) -> None:
@@ -182,12 +193,15 @@ def _ranks(checkpoint_io: Any) -> Ranks:
     return Ranks(tuple(dict.fromkeys(groups)))
 
 
-def _merge_stages(checkpoint_io: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _merge_stages(checkpoint_io: Any, state: Any) -> Any:
     """Gather the entries of all pipeline stages on the first one; other stages keep theirs."""
     if checkpoint_io.pp_size == 1 or checkpoint_io.tp_rank != 0:
         return state
     group = checkpoint_io.pp_group
     on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     gathered: list[Any] | None = [None] * checkpoint_io.pp_size if checkpoint_io.pp_rank == 0 else None
-    dist.gather_object(on_cpu, gathered, dst=dist.get_global_rank(group, 0), group=group)
-    return {name: value for stage in gathered or [state] for name, value in stage.items()}
+    dist.gather_object((on_cpu, state._metadata), gathered, dst=dist.get_global_rank(group, 0), group=group)
+    for entries_of_stage, metadata in gathered or ():
+        state.update(entries_of_stage)
+        state._metadata.update(metadata)
+    return state

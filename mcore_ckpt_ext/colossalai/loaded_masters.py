@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 _NOTE = "_mcore_ckpt_ext_brought"
 
 
-class _LoadedMasters(NamedTuple):
-    optimizer: Any
-    steps: tuple[int, ...]
+class _LoadedMasters:
+    """A record of masters from an optimizer's file, which the optimizer's next step makes void.
+
+    torch itself calls the hook (torch/optim/optimizer.py: ``profile_hook_step``). The states of SGD and others do not
+    count steps.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._is_current = True
+        self._hook = optimizer.optim.register_step_post_hook(self._void)
+
+    def _void(self, *_: object) -> None:
+        self._is_current = False
+
+    def is_valid(self) -> bool:
+        return self._is_current and self._optimizer() is not None
+
+    def remove(self) -> None:
+        self._hook.remove()
 
 
-def note_exact_masters(optimizer: Any) -> None:
-    """Record that the masters come from the optimizer's file; the record is void after the next step."""
-    vars(optimizer.module)[_NOTE] = _LoadedMasters(weakref.ref(optimizer), steps_of(optimizer))
+def note_exact_masters(owner: Any, optimizer: Any) -> None:
+    """Record in a wrapper that its masters come from the optimizer's file; the next step makes this void."""
+    if (former := vars(owner).get(_NOTE)) is not None:
+        former.remove()
+    vars(owner)[_NOTE] = _LoadedMasters(optimizer)
 
 
-def has_exact_masters(model: Any) -> bool:
+def has_exact_masters(owner: Any) -> bool:
     """Return True if the masters are still those of the optimizer's file."""
-    note: _LoadedMasters | None = vars(model).get(_NOTE)
-    optimizer = note.optimizer() if note else None
-    return optimizer is not None and note is not None and steps_of(optimizer) == note.steps
-
-
-def steps_of(optimizer: Any) -> tuple[int, ...]:
-    """Return the numbers of steps of the tensors that the optimizer steps, in the order of the groups."""
-    stepped = (tensor for group in optimizer.optim.param_groups for tensor in group["params"])
-    states = (optimizer.optim.state.get(tensor, {}) for tensor in stepped)
-    return tuple(int(state.get("step", 0)) for state in states)
+    note: _LoadedMasters | None = vars(owner).get(_NOTE)
+    return note is not None and note.is_valid()

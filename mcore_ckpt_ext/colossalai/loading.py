@@ -31,7 +31,7 @@ class StateDictMismatchError(ModelMismatchError):
 
 
 @dataclass
-class _Accepted:
+class Accepted:
     """The values of an accepted state dict, and their destinations."""
 
     zero: Wrapped
@@ -76,15 +76,18 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
             state_dict,
             bool(state_dict),
             _UNTOUCHED,
-            own=_names_of_each_rank(zero, state_dict),
+            own=names_of_each_rank(zero, state_dict),
         )
         are_outlines = content.comes_from_first and not zero.is_first
-        accepted = zero.ranks.agree_here(
-            lambda: _accept(model, zero, content.outline, strict, are_outlines), "calling load_state_dict", _UNTOUCHED
-        )
+
+        def accept_here() -> Accepted:
+            with _hooks_of(model, zero.module):
+                return accept(zero, content.outline, strict, are_outlines)
+
+        accepted = zero.ranks.agree_here(accept_here, "calling load_state_dict", _UNTOUCHED)
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
-    return _write(accepted, content.comes_from_first, keeps_exact=has_exact_masters(model))
+    return write(accepted, content.comes_from_first, keeps_exact=has_exact_masters(model))
 
 
 def write_master(
@@ -152,27 +155,36 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
 
 
 @torch.no_grad()
-def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
+def write(accepted: Accepted, comes_from_first: bool = False, keeps_exact: bool = False) -> Any:
     """Write the values; a rank that fails reports it when the ranks next meet, at the end at the latest."""
     zero = accepted.zero
     errors = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
 
-    def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    def write_one(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if tensor in zero.working:
             write_master(zero, tensor, value, keeps_exact=keeps_exact)  # type: ignore[arg-type]  # a parameter
         else:
-            tensor.copy_(tensor_parallel.slice_of(tensor, value.detach()))
+            _write_slice(tensor, value.detach())
 
     for tensor, given in accepted.tensors:
         value = value_of_first(zero, given, errors) if comes_from_first else given
-        errors.attempt(partial(write, tensor, value))
+        errors.attempt(partial(write_one, tensor, value))
     for set_extra_state, state in accepted.extra_states:
         errors.attempt(partial(set_extra_state, state))
     errors.raise_on_all()
     return accepted.answer
 
 
-def _accept(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: bool, are_outlines: bool) -> _Accepted:
+def _write_slice(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write this rank's slice of a whole value into a tensor; its padding rows stay."""
+    local = tensor_parallel.slice_of(tensor, value)
+    padding = tensor_parallel.is_padding(tensor)
+    if padding is not None:
+        local = torch.where(padding.to(tensor.device), tensor, local.to(tensor))
+    tensor.copy_(local)
+
+
+def accept(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool, are_outlines: bool = False) -> Accepted:
     """Let PyTorch load the dict into stand-ins, and collect the values that they received."""
     if numbers := [key for key in state_dict if not isinstance(key, str)]:
         raise ModelMismatchError(
@@ -185,7 +197,7 @@ def _accept(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: bo
     stand_ins = StandIns(zero, offered.values(), are_outlines)
     extra_states: list[tuple[Callable[[Any], None], Any]] = []
     with standing_in(zero.module, stand_ins.replacements), _extra_states_noted(zero.module, extra_states):
-        with _hooks_of(model, zero.module), NoFreedStorage(zero), stand_ins:
+        with NoFreedStorage(zero), stand_ins:
             answer = zero.module.load_state_dict(offered, strict=strict)
         loaded = {name: stand_ins.value_of(tensor) for name, tensor in _live_names(zero.module)}
     stand_ins.refuse_unloaded()
@@ -197,7 +209,7 @@ def _accept(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: bo
         if value is not None:
             _refuse_different(offered, value, taken.setdefault(id(live), (live, value))[1])
             _refuse_shape(zero, name, live, value)
-    return _Accepted(zero, list(taken.values()), extra_states, answer)
+    return Accepted(zero, list(taken.values()), extra_states, answer)
 
 
 @contextmanager
@@ -231,7 +243,7 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
     return offered
 
 
-def _names_of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
+def names_of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
     """Return the entries that may differ between ranks: ZeRO shards and averages only parameters."""
     buffers = {name for names in _names_of_buffers(zero.module).values() for name in names}
     return buffers | {name for name in state_dict if str(name).endswith("_extra_state")}

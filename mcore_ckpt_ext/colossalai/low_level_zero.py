@@ -8,7 +8,8 @@ Stock ColossalAI loads such files, too: its optimizer ignores the entry.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mcore_ckpt_ext.colossalai import master_state
@@ -31,7 +32,8 @@ class LowLevelZeroMethods(ReplacedMethods):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like ColossalAI, with the masters and the loss scale if the dict has them."""
-        self._non_strict_load_state_dict(state_dict)
+        with _same_groups(self):
+            self._non_strict_load_state_dict(state_dict)
         take(self)
 
     update_master_params = master_state.update_master_params
@@ -47,5 +49,22 @@ class LowLevelZeroCheckpointIOMethods(ReplacedMethods):
 
     def load_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
         """Load like ColossalAI, with the masters and the loss scale if the files have them."""
-        self._non_strict_load_sharded_optimizer(optimizer, *positional, **keywords)
+        with _same_groups(optimizer):
+            self._non_strict_load_sharded_optimizer(optimizer, *positional, **keywords)
         take(optimizer)
+
+
+@contextmanager
+def _same_groups(optimizer: Any) -> Iterator[None]:
+    """Load param groups into the present dicts, which torch would replace.
+
+    ColossalAI replaces Lamb, CAME and Adafactor by optimizers of its own (0.5.0, nn/optimizer/__init__.py:
+    ``cast_to_distributed``), which have only these dicts in common with the optimizer that a scheduler steps.
+    """
+    groups = list(optimizer.optim.param_groups)
+    yield
+    loaded = [dict(group) for group in optimizer.optim.param_groups]
+    for group, content in zip(groups, loaded, strict=True):
+        group.clear()
+        group.update(content)
+    optimizer.optim.param_groups[:] = groups

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.colossalai.loaded_masters import steps_of
+from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters, note_exact_masters
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS
-
-_BROUGHT = "_mcore_ckpt_ext_brought"
 
 
 @contextmanager
@@ -41,17 +39,18 @@ def take(optimizer: Any) -> None:
     if "loss_scale" in note:
         set_loss_scale(optimizer, note["loss_scale"])
     masters = {id(master) for master in _masters(optimizer)}
-    for stepped in _step_tensors(optimizer):
-        value = _pop(optimizer, stepped)
-        if value is not None and id(stepped) in masters:
-            stepped.data.copy_(value.view(stepped.shape))
-            vars(optimizer)[_BROUGHT] = steps_of(optimizer)
+    loaded = [(stepped, _pop(optimizer, stepped)) for stepped in _step_tensors(optimizer)]
+    exact = [(stepped, value) for stepped, value in loaded if value is not None and id(stepped) in masters]
+    for stepped, value in exact:
+        stepped.data.copy_(value.view(stepped.shape))
+    if exact:
+        note_exact_masters(optimizer, optimizer)
 
 
 def update_master_params(optimizer: Any, model: Any) -> None:
     """Update the masters like ColossalAI, but keep loaded masters that round to the weights."""
     exact: dict[torch.Tensor, torch.Tensor] = {}
-    if vars(optimizer).get(_BROUGHT) == steps_of(optimizer):
+    if has_exact_masters(optimizer):
         exact = {master: master.detach().clone() for master in _masters(optimizer)}
     optimizer._non_strict_update_master_params(model)
     working = optimizer.get_master_to_working_map()

@@ -196,7 +196,7 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             errors.attempt(partial(_write_padding, zero, parameter, rows.get(key, {})))
     errors.raise_on_all()
     if any(MASTER in state for state in states.values()):
-        note_exact_masters(optimizer)
+        note_exact_masters(optimizer.module, optimizer)
 
 
 def _receive(zero: Wrapped, state: State, errors: GroupErrors) -> State:

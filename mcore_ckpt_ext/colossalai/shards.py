@@ -25,7 +25,7 @@ from mcore_ckpt_ext.colossalai.state import (
     precision_of,
 )
 from mcore_ckpt_ext.colossalai.tensor_parallel import whole_shape
-from mcore_ckpt_ext.colossalai.wrapper import Wrapped, inspect_wrapper
+from mcore_ckpt_ext.colossalai.wrapper import inspect_wrapper
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
 Shard = tuple["OrderedDict[str, Any]", int]
@@ -38,20 +38,20 @@ class Keys(NamedTuple):
     others: dict[str, Any]
 
 
-def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
-    """Collect the keys of the module's state dict, with tensors that only have shapes.
+def keys_of(module: nn.Module, prefix: str = "") -> Keys:
+    """Collect the keys of a module's state dict, with tensors that only have shapes.
 
     Raises:
         UnsupportedCheckpointError: a hook makes tensors that are neither parameters nor buffers.
     """
     shapes: dict[torch.Tensor, torch.Tensor] = {}
-    for parameter in zero.module.parameters():
+    for parameter in module.parameters():
         empty = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
         shapes[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in zero.module.buffers():
+    for buffer in module.buffers():
         shapes[buffer] = torch.empty_like(buffer, device="meta")
-    with standing_in(zero.module, {id(tensor): shape for tensor, shape in shapes.items()}):
-        state = zero.module.state_dict(prefix=prefix, keep_vars=True)
+    with standing_in(module, {id(tensor): shape for tensor, shape in shapes.items()}):
+        state = module.state_dict(prefix=prefix, keep_vars=True)
     live = {id(shape): tensor for tensor, shape in shapes.items()}
     keys = Keys({}, {})
     for key, value in state.items():
@@ -110,7 +110,7 @@ def state_dict_shards(
     # Enumerated twice, because the ranks must also agree that it is possible.
     compared = {"max_shard_bytes": max_shard_bytes, "keys": _digest(model, options.prefix)}
     gather = begin(model, "state_dict_shard", options, "no rank has all shards", compared)
-    keys = keys_of(gather.zero, options.prefix)
+    keys = keys_of(gather.zero.module, options.prefix)
     yield from iter_shards(_entries(gather, keys, options, pinned), max_shard_bytes, gather.errors)
 
 
@@ -210,7 +210,7 @@ def _tensors(gather: Gather, keys: Keys, dtype: Precision) -> Iterator[tuple[lis
 def _digest(model: Any, prefix: str) -> str:
     """Return a digest of the keys, to detect different modules on ranks, or the error of collecting them."""
     try:
-        keys = keys_of(inspect_wrapper(model), prefix)
+        keys = keys_of(inspect_wrapper(model).module, prefix)
     except Exception as error:  # noqa: BLE001 - each rank sends it to the others, and raises it again itself
         return f"{type(error).__name__}: {error}"
     names = [*sum(keys.tensors.values(), []), *keys.others]

@@ -85,7 +85,7 @@ def zero_strict_state_dict(
             result = zero.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             result = _with_hooks_of(model, result, prefix)
         if ties != "share":
-            _untie(result, callers, omit=ties == "omit")
+            untie(result, callers, omit=ties == "omit")
         return result
 
     options = StateDictOptions(precision_of(model, dtype), only_rank_0, device, prefix, keep_vars, ties)
@@ -277,7 +277,7 @@ def _with_hooks_of(model: Any, result: Any, prefix: str) -> Any:
     return result
 
 
-def _untie(result: Any, callers: Mapping[str, Any], omit: bool) -> None:
+def untie(result: Any, callers: Mapping[str, Any], omit: bool) -> None:
     """Copy the storage for every later name, or leave the name out; entries of the caller are left alone."""
     seen: set[int] = set()
     for key, value in list(result.items()):

@@ -98,9 +98,6 @@ def inspect_wrapper(model: Any) -> Wrapped:
     places = dict(zip(working, _places(model.chunk_manager, working), strict=True))
     masters = dict(zip(working, _places(model.chunk_manager, model.fp32_params), strict=bool(model.fp32_params)))
     chunks = [place.chunk for place in places.values()]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
     group = chunks[0].torch_pg if chunks else getattr(model, "zero_group", None)
     others = (getattr(model, "extra_dp_group", None), *tensor_parallel.groups(parameters))
     return Wrapped(
@@ -111,8 +108,22 @@ def inspect_wrapper(model: Any) -> Wrapped:
         compute_dtype=getattr(model, "mixed_precision", torch.float16),
         group=group,
         ranks=Ranks((group, *(other for other in others if other is not None))),
-        names=names,
+        names=_names_of(model.module),
     )
+
+
+def without_chunks(module: nn.Module, ranks: Ranks) -> Wrapped:
+    """Describe a module whose ranks hold its parameters, or tensor-parallel slices of them, themselves."""
+    parameters = tuple(module.parameters())
+    dtype = parameters[0].dtype if parameters else torch.float32
+    return Wrapped(module, {}, {}, parameters, dtype, None, ranks, _names_of(module))
+
+
+def _names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def persistent_buffers(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:

@@ -43,6 +43,27 @@ class Counted(nn.Linear):
         self.seen = state["seen"]
 
 
+class Versioned(Counted):
+    """A layer with extra state and a buffer, which saves its bias under another name since its version 2."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, HIDDEN)
+        self.register_buffer("statistics", torch.arange(3.0))
+        self._register_state_dict_hook(_renames)
+        self.register_load_state_dict_pre_hook(_renames_back)
+
+
+def _renames(module: Any, state: Any, prefix: str, _: Any) -> None:
+    state[f"{prefix}shift"] = state.pop(f"{prefix}bias")
+
+
+def _renames_back(module: Any, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    if metadata.get("version", 1) >= 2:
+        state[f"{prefix}bias"] = state.pop(f"{prefix}shift")
+
+
 class Everything(TinyGPT):
     """Buffers of all kinds between the parameters, extra state, a module under two names, frozen parameters."""
 

@@ -18,7 +18,7 @@ from mcore_ckpt_ext import zero_strict_state_dict as strict
 from mcore_ckpt_ext.colossalai.wrapper import inspect_wrapper
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import gathered_masters, refusal, same_bits
-from tests.colossalai.models import VOCABULARY, gpt2, t5
+from tests.colossalai.models import VOCABULARY, Everything, gpt2, t5
 
 BEFORE, MORE = range(2), range(2, 5)
 TOKENS = torch.arange(12).view(2, 6)
@@ -83,6 +83,18 @@ def test_unsharded_files(tmp_path: Path) -> None:
     assert same_bits(torch.load(tmp_path / "pytorch_model.bin", weights_only=True), state)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
         assert set(state) - set(opened.keys()) == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_safetensors_cannot_hold_an_extra_state_that_is_no_tensor(tmp_path: Path, shard: bool) -> None:
+    def job() -> str:
+        strict.install()
+        booster, model, _ = boost(Everything)
+        path = str(tmp_path / ("model" if shard else "model.safetensors"))
+        return refusal(lambda: booster.save_model(model, path, shard=shard, use_safetensors=True))
+
+    for text in ranks.run(2, job):
+        assert "where: counted._extra_state; hint: save with use_safetensors=False" in text
 
 
 def test_the_module_under_three_names_of_t5(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mcore_ckpt_ext import HuggingFace, convert, inspect, verify
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.boosted import batch, train
 from tests.colossalai.jobs import bits, refusal, same_bits
-from tests.colossalai.models import VOCABULARY, gpt2
+from tests.colossalai.models import VOCABULARY, Versioned, gpt2
 
 PLUGIN = ("hybrid_parallel",)
 BEFORE, MORE = range(2), range(2, 5)
@@ -34,8 +34,9 @@ OF_TWO = (
 
 
 def _boost(
-    tensor_parallel: int, stages: int, zero: int, precision: str = "bf16", vocabulary: int = VOCABULARY, seed: int = 0
-) -> tuple[Any, Any, Any]:
+    tensor_parallel: int, stages: int, zero: int, precision: str = "bf16", vocabulary: int = VOCABULARY, seed: int = 0,
+    build: Any = gpt2, make_optimizer: Any = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     import colossalai.logging
     from colossalai.booster import Booster
     from colossalai.booster.plugin import HybridParallelPlugin
@@ -43,13 +44,13 @@ def _boost(
 
     colossalai.logging.disable_existing_loggers(["colossalai"])
     torch.manual_seed(seed)
-    module = gpt2(vocabulary)
+    module = build(vocabulary)
     plugin = HybridParallelPlugin(
         tp_size=tensor_parallel, pp_size=stages, zero_stage=zero, precision=precision, initial_scale=128,
         num_microbatches=2 if stages > 1 else None,
     )  # fmt: skip
     booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters(), lr=1e-2))
+    model, optimizer, *_ = booster.boost(module, (make_optimizer or partial(HybridAdam, lr=1e-2))(module.parameters()))
     return booster, model, optimizer
 
 
@@ -208,7 +209,7 @@ def _states(folder: Path) -> dict[str, dict[str, Any]]:
     return _indexed(folder / "optimizer" / "pytorch_optim.bin.index.json")
 
 
-def _model(folder: Path) -> dict[str, Any]:
+def _model(folder: Path) -> Any:
     if (folder / "model.bin").exists():
         return torch.load(folder / "model.bin", weights_only=True)
     return _indexed(folder / "model" / "pytorch_model.bin.index.json")
@@ -218,6 +219,50 @@ def _indexed(index: Path) -> dict[str, Any]:
     places: dict[str, str] = json.loads(index.read_text())["weight_map"]
     files = {file: torch.load(index.parent / file, weights_only=True) for file in set(places.values())}
     return {key: files[file][key] if key in files[file] else files[file][int(key)] for key, file in places.items()}
+
+
+@pytest.mark.parametrize(("tensor_parallel", "zero"), [(2, 0), (1, 1)])
+def test_an_optimizer_that_keeps_scalars_of_each_parameter(tmp_path: Path, tensor_parallel: int, zero: int) -> None:
+    def job() -> None:
+        strict.install(plugins=PLUGIN)
+        boost = partial(_boost, tensor_parallel, 1, zero, make_optimizer=partial(torch.optim.NAdam, lr=1e-2))
+        booster, model, optimizer = boost()
+        _train(booster, model, optimizer, BEFORE)
+        _save(tmp_path, True, booster, model, optimizer)
+        assert _states(tmp_path)["0"]["mu_product"].shape == ()
+        again = boost(seed=1)
+        _load(tmp_path, True, *again)
+        assert _went_on(*again) == _went_on(booster, model, optimizer)
+
+    ranks.run(2, job)
+
+
+def _shares_a_module(vocabulary: int) -> Any:
+    module = gpt2(vocabulary)
+    module.one = module.two = Versioned()
+    return module
+
+
+def test_hooks_and_modules_under_two_names(tmp_path: Path) -> None:
+    def job() -> None:
+        strict.install(plugins=PLUGIN)
+        for tensor_parallel in (1, 2):
+            folder = tmp_path / str(tensor_parallel)
+            booster, model, optimizer = _boost(tensor_parallel, 1, 0, build=_shares_a_module)
+            _save(folder, False, booster, model, optimizer)
+            state = _model(folder)
+            plain = _shares_a_module(VOCABULARY)
+            expected = plain.state_dict()
+            assert list(state) == list(expected)
+            assert state._metadata == expected._metadata
+            plain.load_state_dict(state)
+            other, again, _ = _boost(tensor_parallel, 1, 0, build=_shares_a_module, seed=1)
+            again.unwrap().one.seen = 9
+            other.load_model(again, str(folder / "model.bin"), strict=True)
+            assert all(map(torch.equal, again.unwrap().parameters(), model.unwrap().parameters()))
+            assert again.unwrap().two.seen == 3
+
+    ranks.run(2, job)
 
 
 def test_a_mismatched_state_is_refused_by_all_ranks_and_changes_nothing(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from colossalai_on_cpu import ranks
@@ -17,7 +19,7 @@ from tests.colossalai.models import gpt2
 BEFORE, MORE = range(2), range(2, 5)
 
 
-def _boost(stage: int, precision: str = "bf16", seed: int = 0) -> tuple[Any, Any, Any]:
+def _boost(stage: int, precision: str = "bf16", seed: int = 0, make_optimizer: Any = None) -> tuple[Any, Any, Any]:
     from colossalai.booster import Booster
     from colossalai.booster.plugin import LowLevelZeroPlugin
     from colossalai.nn.optimizer import HybridAdam
@@ -26,7 +28,7 @@ def _boost(stage: int, precision: str = "bf16", seed: int = 0) -> tuple[Any, Any
     module = gpt2()
     plugin = LowLevelZeroPlugin(stage=stage, precision=precision, initial_scale=128)
     booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters(), lr=1e-2))
+    model, optimizer, *_ = booster.boost(module, (make_optimizer or partial(HybridAdam, lr=1e-2))(module.parameters()))
     return booster, model, optimizer
 
 
@@ -115,3 +117,49 @@ def test_before_the_first_step(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(loaded, masters, strict=True))
 
     ranks.run(2, job)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_masters_that_were_trained_since_are_not_those_of_the_file(tmp_path: Path, optimizer_class: Any) -> None:
+    def job() -> None:
+        strict.install(plugins=("low_level_zero",))
+        # The steps are too small to show in the rounded weights; SGD does not count them.
+        booster, model, optimizer = _boost(1, make_optimizer=partial(optimizer_class, lr=1e-6))
+        train(booster, model, optimizer, BEFORE)
+        _save(tmp_path, True, booster, model, optimizer)
+        _load(tmp_path, True, booster, model, optimizer, optimizer_first=True)
+        (master, *_) = optimizer.optim.param_groups[0]["params"]
+        loaded = master.clone()
+        train(booster, model, optimizer, MORE)
+        assert not torch.equal(master, loaded)
+        booster.load_model(model, str(tmp_path / "model.bin"))
+        assert torch.equal(master, loaded.bfloat16().float())
+
+    ranks.run(2, job)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_scheduler_goes_on_after_loading(tmp_path: Path, shard: bool) -> None:
+    def job() -> None:
+        from colossalai.nn.optimizer import Lamb
+
+        strict.install(plugins=("low_level_zero",))
+        schedulers: list[Any] = []
+
+        def lamb(parameters: Any) -> Any:
+            # ColossalAI trains with another optimizer, which it makes of this one.
+            optimizer = Lamb(parameters, lr=1e-2)
+            schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+            return optimizer
+
+        booster, model, optimizer = _boost(1, make_optimizer=lamb)
+        train(booster, model, optimizer, BEFORE)
+        schedulers[0].step()
+        _save(tmp_path, shard, booster, model, optimizer)
+        booster, model, optimizer = _boost(1, seed=1, make_optimizer=lamb)
+        _load(tmp_path, shard, booster, model, optimizer)
+        assert optimizer.optim.param_groups[0]["lr"] == 5e-3
+        schedulers[1].step()
+        assert optimizer.optim.param_groups[0]["lr"] == 2.5e-3
+
+    ranks.run(1, job)
