@@ -16,7 +16,7 @@ from mcore_ckpt_ext.colossalai.loading import Accepted, StateDictMismatchError, 
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, same_digests
-from mcore_ckpt_ext.colossalai.wrapper import without_chunks
+from mcore_ckpt_ext.colossalai.wrapper import inspect_module
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, join_some, quantity
 
 _MODEL_UNTOUCHED = "the model is unchanged"
@@ -71,7 +71,7 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
         StateDictMismatchError: on all ranks; nothing is written.
     """
     model._force_wait_all_gather()
-    zero = without_chunks(model.unwrap(), ranks)
+    zero = inspect_module(model.unwrap(), ranks)
     offered = OrderedDict(entries)
     vars(offered).update(vars(entries) if hasattr(entries, "__dict__") else {})
     for names in _aliases_across_stages(ranks, model, zero.names):

@@ -112,7 +112,7 @@ def inspect_wrapper(model: Any) -> Wrapped:
     )
 
 
-def without_chunks(module: nn.Module, ranks: Ranks) -> Wrapped:
+def inspect_module(module: nn.Module, ranks: Ranks) -> Wrapped:
     """Describe a module whose ranks hold its parameters, or tensor-parallel slices of them, themselves."""
     parameters = tuple(module.parameters())
     dtype = parameters[0].dtype if parameters else torch.float32
