@@ -155,14 +155,19 @@ def _writable(
 def distinct_groups(groups: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[list[dict[str, Any]]]:
     """Return each chained optimizer's distinct parameter groups: dense parameters', then experts'.
 
-    If the source has no groups for experts, but the target needs them, experts get the settings of the dense groups.
+    If the source lacks groups for one of them, these get the settings of the others. In a single optimizer all groups
+    are dense parameters'; those that differ in nothing else are one.
     """
     plain = with_defaults(map(portable_group, groups))
-    dense = [{**group, "is_expert_parallel": False} for group in plain if not group.get("is_expert_parallel")]
-    experts = [dict(group) for group in plain if group.get("is_expert_parallel")]
+
+    def mark(chosen: Iterable[Mapping[str, Any]], of_experts: bool) -> list[dict[str, Any]]:
+        return once({**group, "is_expert_parallel": of_experts} for group in chosen)
+
     if not has_expert_optimizer:
-        return [once(dense)]
-    return [once(dense), once(experts or [{**group, "is_expert_parallel": True} for group in dense])]
+        return [mark(plain, False)]
+    dense = [group for group in plain if not group.get("is_expert_parallel")]
+    experts = [group for group in plain if group.get("is_expert_parallel")]
+    return [mark(dense or experts, False), mark(experts or dense, True)]
 
 
 def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class ContentCheck:
             for kind, tensor in held.items()
             if self._digest_tensors
         }
+        is_compared = {FP32_PARAM, WEIGHT} <= held.keys() and not self._are_one(name)
         master_check = check_at_stored_scales(self.checkpoint, [name], self.checkpoint.job.master_check, self._transfer)
 
         def targets(block: Slice) -> Iterator[tuple[Source, TargetSlice]]:
@@ -147,19 +148,23 @@ class ContentCheck:
                     hashes[kind].add(block)
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
-            if FP32_PARAM in values and WEIGHT in values:
-                if self.checkpoint.optimizer.masters_are_derived(name):
-                    report.joined += target.numel
-                    continue
+            if is_compared:
                 if (mismatch := master_check.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
                     tally = tallies[FP32_PARAM]
                     tally.wrong += mismatch.count
                     report.wrong += mismatch.count
                     tally.first = tally.first or (target.start + mismatch.position, mismatch.master, mismatch.weight)
                 report.compared += target.numel
+            elif FP32_PARAM in values and WEIGHT in values:
+                report.joined += target.numel
         report.digests += [hashed.digest for hashed in hashes.values()]
         for kind, tally in tallies.items():
             report.findings += _findings(kind, name, region.sizes, tally)
+
+    def _are_one(self, name: str) -> bool:
+        """Return whether a parameter's master and weight derive from each other, or are stored as one."""
+        master, weight = (self._sources[kind].stored_slices(kind, name) for kind in (FP32_PARAM, WEIGHT))
+        return self.checkpoint.optimizer.masters_are_derived(name) or list(master) == list(weight)
 
     def _read(self, kind: str, target: Slice) -> torch.Tensor:
         return read_slice(self._sources[kind], self._transfer, kind, target, allocate=self._memory.allocator(kind))

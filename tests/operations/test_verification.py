@@ -79,6 +79,18 @@ def test_intact_checkpoints_are_sound(checkpoint_fixture: Fixture) -> None:
     assert verify(checkpoint_fixture.run, quick=True).sound
 
 
+@pytest.mark.parametrize("target", [None, mcore_ckpt_ext.Legacy(), mcore_ckpt_ext.Canonical()])
+def test_fp32_weights_are_not_compared_with_themselves(
+    target: mcore_ckpt_ext.targets.Target | None, tmp_path: Path
+) -> None:
+    """An optimizer of fp32 weights has no other masters, so a changed weight would pass."""
+    run = fixture_named("p42").run
+    if target is not None:
+        run = mcore_ckpt_ext.convert(run, tmp_path / "out", target).destination
+    (extent,) = (check.extent for check in verify(run).checks if check.name == MASTERS)
+    assert extent.startswith("45,344 masters that are fp32 weights")
+
+
 def test_shifted_masters_are_named_tensor_by_tensor(corrupted_fixture: Fixture) -> None:
     result = verify(corrupted_fixture.run)
     assert not result.sound
