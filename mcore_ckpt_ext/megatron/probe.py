@@ -13,8 +13,9 @@ from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, join_some
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
-from mcore_ckpt_ext.megatron.run_folder import folder_to_load
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load, persistent_folder
 from mcore_ckpt_ext.megatron.shared_index import read_shared_index
 from mcore_ckpt_ext.megatron.sources.huggingface import model_folder
 from mcore_ckpt_ext.megatron.stored_progress import missing_progress
@@ -67,15 +68,15 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     """
     if (model := model_folder(arguments, load_arg)) is not None:
         return LoadProbe(model)
-    step = getattr(arguments, "ckpt_step", None)
     if not directory or not Path(str(directory)).is_dir():
         return LoadProbe()
-    session = _session_of(directory, step, arguments)
+    session = _session_of(directory, arguments)
     health = _health_of(arguments, directory, session)
     if session is not None and session.index.shared is not None and health is None:
         check_digests(session.folder)  # `_health_of` includes this comparison
     if health is not None and health.problems and health.newest_complete is not None:
-        session = _session_of(directory, health.newest_complete, arguments) if FALLBACK.choose(arguments) else None
+        other = persistent_folder(directory, arguments, health.newest_complete) if FALLBACK.choose(arguments) else None
+        session = _begin(other, arguments)
     keeps = session is not None and (shares_index or _read(session, lambda load: _is_moved(load, arguments), False))
     rows = _read(session, lambda load: stored_vocabulary_rows(load.checkpoint, arguments), None)
     missing = _read(session, missing_progress, tuple[str, ...]())
@@ -85,12 +86,17 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     return LoadProbe(health=health, index=index, vocabulary_rows=rows, missing=missing, session=session)
 
 
-def _session_of(directory: str, step: int | None, arguments: Any) -> LoadSession | None:
-    """Begin the load of an iteration; None if it is undecided which one Megatron takes."""
-    if (index := read_shared_index(directory, step, arguments)) is not None:
-        return LoadSession(index.folder, index)
-    folder = folder_to_load(directory, arguments)
-    return None if folder is None else LoadSession(folder)
+def _session_of(directory: str, arguments: Any) -> LoadSession | None:
+    """Begin the load of the iteration that Megatron takes; None if that is undecided.
+
+    It takes the persistent one where the nodes have no newer local one.
+    """
+    is_persistent = may_be_local(arguments)
+    return _begin((persistent_folder if is_persistent else folder_to_load)(directory, arguments), arguments)
+
+
+def _begin(folder: Path | None, arguments: Any) -> LoadSession | None:
+    return None if folder is None else LoadSession(folder, read_shared_index(folder, arguments))
 
 
 def _read(session: LoadSession | None, read: Callable[[LoadSession], Result], otherwise: Result) -> Result:

@@ -13,8 +13,16 @@ from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.releases import FREEZES_WHOLE_JOBS
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
-from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_name, newer_non_persistent
+from mcore_ckpt_ext.storage.checkpoint_dirs import (
+    TRACKER_FILE,
+    Tracker,
+    iteration_folder,
+    iteration_name,
+    newer_non_persistent,
+)
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+
+_GLOBAL = "global"
 
 
 def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None, bool]:
@@ -38,14 +46,26 @@ def trains_nothing(arguments: Any) -> bool:
 
 
 def folder_to_load(directory: str | None, arguments: Any) -> Path | None:
-    """Return the iteration folder that Megatron would load from a run folder; None if undecided."""
+    """Return the iteration folder that Megatron would load for a run folder; None if undecided."""
+    try:
+        if directory and takes_non_persistent(directory, arguments):
+            tracker = _non_persistent(directory, arguments) if arguments.ckpt_format == TORCH_DIST else None
+            return None if tracker is None or tracker.iteration is None else tracker.folder
+    except (CheckpointError, OSError):  # stock Megatron reports the error
+        return None
+    return persistent_folder(directory, arguments)
+
+
+def persistent_folder(directory: str | None, arguments: Any, step: int | None = None) -> Path | None:
+    """Return the persistent iteration folder that Megatron would load; None if undecided.
+
+    `step`: the iteration to load in place of the one that the arguments or the tracker name.
+    """
     if not directory:
         return None
     run = Path(directory)
-    step = getattr(arguments, "ckpt_step", None)
+    step = step or getattr(arguments, "ckpt_step", None)
     try:
-        if takes_non_persistent(directory, arguments):
-            return None
         if not step and not (run / TRACKER_FILE).exists():
             return None
         return run / iteration_name(int(step)) if step else iteration_folder(run)
@@ -80,8 +100,13 @@ def takes_non_persistent(directory: str, arguments: Any) -> bool:
     Only their manager can list local ones.
     """
     kind = getattr(arguments, "non_persistent_ckpt_type", None)
-    if kind != "global":
-        return kind is not None
+    return kind is not None and (kind != _GLOBAL or _non_persistent(directory, arguments) is not None)
+
+
+def _non_persistent(directory: str, arguments: Any) -> Tracker | None:
+    """Return the tracker of the global non-persistent checkpoint that a load takes, if any."""
+    if getattr(arguments, "non_persistent_ckpt_type", None) != _GLOBAL:
+        return None
     place = getattr(arguments, "non_persistent_global_ckpt_dir", None)
     step = getattr(arguments, "ckpt_step", None)
-    return newer_non_persistent(Path(directory), Path(place) if place else None, step) is not None
+    return newer_non_persistent(Path(directory), Path(place) if place else None, step)

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_name
 from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, FolderIndex, SharedIndex
 from mcore_ckpt_ext.storage.dcp_metadata import PLANS, DcpIndex
 
@@ -47,15 +46,13 @@ def index_for_this_rank(handed: SharedIndex | None) -> SharedIndex | None:
     return None if handed is None or _size(handed.folder) != handed.size else handed
 
 
-def read_shared_index(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
-    """Return the index of the iteration that a load would take, mostly without plans; None without one.
+def read_shared_index(folder: Path, arguments: Any) -> SharedIndex | None:
+    """Return the index of an iteration folder for all ranks, mostly without plans; None without one.
 
     Plans are only needed by jobs that reuse the plan of the previous save (`--ckpt-assume-constant-structure`,
     `TorchDistSaveShardedStrategy.async_save`, strategies/torch.py, core_v0.12.0 to 0.19.2).
     """
     with suppress(CheckpointError, OSError):
-        run = Path(str(directory))
-        folder = run / iteration_name(step) if step else iteration_folder(run)
         index = SharedIndex(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
         return index if getattr(arguments, "ckpt_assume_constant_structure", False) else index.without_plans()
     return None

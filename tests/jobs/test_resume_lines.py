@@ -11,7 +11,7 @@ from megatron_on_cpu.dump_optimizer import training_state
 from mcore_ckpt_ext import open_checkpoint
 from tests.harness.checkouts import checkout_job, only_for
 from tests.harness.jobs import SAVED, assert_same_training_state, resume, train_and_save
-from tests.harness.layouts import Layout
+from tests.harness.layouts import BATCH, Layout
 from tests.harness.turns import Results, Turn, run_in_turn
 
 PIPELINE, TENSOR = Layout(1, 2, 2), Layout(2, 1, 2)
@@ -41,6 +41,7 @@ def test_the_line_names_the_iteration_that_was_loaded(name: str, turns: Results)
     loaded = training_state(job.at_load)["iteration"]
     assert (loaded, min(job.losses)) == (LOADS[name][1], loaded + 1)
     assert re.findall(r"iteration (\d+) was loaded", "\n".join(job.said)) == [str(loaded)]
+    assert re.findall(r"data: goes on at sample (\d+)", "\n".join(job.said)) == [str(BATCH * loaded)]
 
 
 @only_for("0.20")

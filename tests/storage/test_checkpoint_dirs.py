@@ -12,7 +12,7 @@ from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.megatron.probe import probe_checkpoint
-from mcore_ckpt_ext.megatron.run_folder import takes_non_persistent
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.operations.completeness import find_checkpoint
 from mcore_ckpt_ext.operations.iteration_health import IterationHealth, iteration_health_of
@@ -118,8 +118,9 @@ def test_one_rule_says_which_checkpoint_is_the_newest(
     newer.mkdir(parents=True)
     (run / TRACKER_FILE).write_text(persistent)
     (newer.parent / TRACKER_FILE).write_text(other)
-    assert takes_non_persistent(str(run), Namespace(non_persistent_ckpt_type="global")) == is_taken
-    assert not takes_non_persistent(str(run), Namespace(non_persistent_ckpt_type=None))
+    job = Namespace(non_persistent_ckpt_type="global", ckpt_format="torch_dist")
+    assert folder_to_load(str(run), job) == (newer if is_taken else run / f"iter_000000{persistent}")
+    assert folder_to_load(str(run), Namespace(non_persistent_ckpt_type=None)) == run / f"iter_000000{persistent}"
     main(["inspect", str(run)])
     assert (str(newer) in capsys.readouterr().err) == is_taken
     main(["diff", str(run / f"iter_000000{persistent}"), str(run), "--kinds", "weight"])

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.megatron.elastic.agreement import Agreement
 from mcore_ckpt_ext.megatron.elastic.ending import Ending
 from mcore_ckpt_ext.megatron.elastic.hazards import hazards
 from mcore_ckpt_ext.megatron.probe import check_complete
-from mcore_ckpt_ext.megatron.run_folder import folder_to_load
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load, takes_non_persistent
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.saving.parent_watch import end_with_starter
 from mcore_ckpt_ext.megatron.saving.publisher import Grace
@@ -160,6 +160,8 @@ def _newest(arguments: Any) -> FolderIndex | None:
         return None
     run = Path(str(arguments.load))
     index = FolderIndex(folder)
+    if takes_non_persistent(str(run), arguments):
+        return index
     health = iteration_health_of(run, getattr(arguments, "ckpt_step", None) or None, index)
     if health is None or not health.problems:
         return index
