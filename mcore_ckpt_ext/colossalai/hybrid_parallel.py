@@ -64,8 +64,14 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         pinned_state_dicts: dict[str, torch.Tensor] | None = None,
     ) -> Iterator[tuple[OrderedDict[str, Any], int]]:
         """Yield shards like ColossalAI, but with all names of tied parameters."""
+        from colossalai.checkpoint_io import HybridParallelCheckpointIO
         from colossalai.checkpoint_io.utils import StateDictSharder
 
+        if not isinstance(model, nn.Module):
+            # With LoRA, ColossalAI renames parameters (0.5.0, interface/model.py: PeftUnwrapMixin).
+            original: Any = HybridParallelCheckpointIO
+            yield from original._non_strict__model_sharder(model, prefix, keep_vars, size_per_shard, pinned_state_dicts)
+            return
         sharder = StateDictSharder(size_per_shard)
         for name, value in entries(model):
             if not isinstance(value, torch.Tensor):

@@ -35,7 +35,7 @@ OF_TWO = (
 
 def _boost(
     tensor_parallel: int, stages: int, zero: int, precision: str = "bf16", vocabulary: int = VOCABULARY, seed: int = 0,
-    build: Any = gpt2, make_optimizer: Any = None,
+    build: Any = gpt2, make_optimizer: Any = None, lora: Any = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     import colossalai.logging
     from colossalai.booster import Booster
@@ -50,6 +50,7 @@ def _boost(
         num_microbatches=2 if stages > 1 else None,
     )  # fmt: skip
     booster = Booster(plugin=plugin)
+    module = booster.enable_lora(module, lora_config=lora) if lora else module
     model, optimizer, *_ = booster.boost(module, (make_optimizer or partial(HybridAdam, lr=1e-2))(module.parameters()))
     return booster, model, optimizer
 
@@ -219,6 +220,23 @@ def _indexed(index: Path) -> dict[str, Any]:
     places: dict[str, str] = json.loads(index.read_text())["weight_map"]
     files = {file: torch.load(index.parent / file, weights_only=True) for file in set(places.values())}
     return {key: files[file][key] if key in files[file] else files[file][int(key)] for key, file in places.items()}
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_resumes_with_lora(tmp_path: Path, shard: bool) -> None:
+    def job() -> None:
+        from peft import LoraConfig
+
+        strict.install(plugins=PLUGIN)
+        boost = partial(_boost, 1, 1, 0, lora=LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"]))
+        booster, model, optimizer = boost(vocabulary=EVEN)
+        _train(booster, model, optimizer, BEFORE)
+        _save(tmp_path, shard, booster, model, optimizer)
+        again = boost(vocabulary=EVEN, seed=1)
+        _load(tmp_path, shard, *again)
+        assert _train(*again, MORE) == _train(booster, model, optimizer, MORE)
+
+    ranks.run(2, job)
 
 
 @pytest.mark.parametrize(("tensor_parallel", "zero"), [(2, 0), (1, 1)])
