@@ -57,7 +57,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
 
     @staticmethod
     def _model_sharder(
-        model: nn.Module,
+        model: Any,  # a module, or with LoRA a wrapper that is none
         prefix: str = "",
         keep_vars: bool = False,
         size_per_shard: int = 1024,
