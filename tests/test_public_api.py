@@ -109,6 +109,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
         mcore_ckpt_ext.uninstall()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WITH_EXAMPLE)
 def test_the_example_of(name: str, examples: dict[str, object]) -> None:
     found = getattr(mcore_ckpt_ext, name)

@@ -84,6 +84,7 @@ def test_schemas_are_those_of_the_results(folder: Path) -> None:
     assert {path.name: path.read_text() for path in folder.iterdir()} == texts()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FIXTURES)
 def test_every_fixture(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = fixture_named(name).run
@@ -96,6 +97,7 @@ def test_every_fixture(name: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     printed(capsys, "convert", run, tmp_path / "out", "--to", "canonical")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["torch_dist", "legacy", "fsdp_dtensor", "hf", "canonical"])
 def test_inspection_of_written_checkpoints(target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = fixture_named("p02").run

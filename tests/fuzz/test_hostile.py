@@ -244,6 +244,7 @@ def test_a_bounded_campaign_finds_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", campaign.SHARES)
 def test_a_few_inputs_by_chance_find_nothing(name: str, tmp_path: Path) -> None:
     target = targets.target(name, tmp_path)

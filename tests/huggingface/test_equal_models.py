@@ -63,6 +63,7 @@ def there_and_back(name: str, model: Path, root: Path) -> Path:
     return root / "back"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "keys"),
     [

@@ -115,6 +115,7 @@ def test_there_and_back(name: str, spec: LayerSpec, models: dict[str, Path], tmp
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_loads_it_and_answers_the_same(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(models[name], tmp_path / "run", torch_dist(name))
@@ -150,6 +151,7 @@ def test_through_the_legacy_files_of_two_tensor_ranks(name: str, models: dict[st
 _NOT_FOR_BRIDGE = {"deepseek_v2_lite"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in _NOT_FOR_BRIDGE])
 def test_round_trip_through_the_format_of_megatron_bridge(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     """`run_config.yaml` is equivalent to `config.json`."""
@@ -299,6 +301,7 @@ def test_features_that_hybrid_models_of_megatron_lack_are_refused(values: dict[s
         family.arguments(config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "spec"),
     [(name, spec) for name in ("deepseek_v3", "glm4_moe", "glm4_moe_air", "deepseek_v32") for spec in specs_of(name)],

@@ -18,6 +18,7 @@ _TYPES = {json.loads((FOLDER / f"{name}.json").read_text())["model_type"]: name 
 SAMPLE = {kind: name for kind, name in _TYPES.items() if kind not in WITHOUT_CLASS}  # others: test_own_code.py
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SAMPLE.values())
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert_round_trip(name, tmp_path)

@@ -26,6 +26,7 @@ from tests.harness.huggingface import WHOLE, assert_same_tensors, assert_same_wh
 _SEES = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\."
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
     model = save_whole(name, tmp_path / "whole")

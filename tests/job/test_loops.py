@@ -222,6 +222,7 @@ def test_facts_may_not_contradict(bridge: Fixture) -> None:
     assert compare(bridge.run, fixture_named("p02").run, facts=Facts(context_parallel_size=1), kinds=["weight"]).equal
 
 
+@pytest.mark.thorough
 def test_both_directions(tmp_path: Path) -> None:
     """To Megatron and back to Megatron-Bridge: every element is the same, and each loop finds what it asks for."""
     run = fixture_named("p49").run

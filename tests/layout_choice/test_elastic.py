@@ -46,6 +46,7 @@ def test_the_choice(changes: dict[str, Any], gpus: int, reason: str) -> None:
     assert chosen.gpus + chosen.waiting == gpus
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_training_stays_the_same_on_every_number_of_gpus(arguments: dict[str, Any]) -> None:
     for gpus in [*range(8, 65, 4), 250]:

@@ -371,6 +371,7 @@ def test_settings_that_cannot_be(change: Any, said: str, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -58,6 +58,7 @@ def is_plain(fixture: Fixture) -> bool:
     return "plain" in fixture.folder.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "version"), [(name, version) for name in INTACT for version in ways(name, VERSIONS)], ids=str
 )
@@ -118,6 +119,7 @@ def test_legacy_and_back_under_every_layout(
     assert_equal(tmp_path / "back", source.truth)
 
 
+@pytest.mark.thorough
 def test_canonical_is_model_space_in_safetensors(checkpoint_fixture: Fixture, tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(checkpoint_fixture.run, tmp_path / "canonical", mcore_ckpt_ext.Canonical())
     plain = {}
@@ -197,6 +199,7 @@ class TestRefusals:
         for key, wrong in differing.items():
             assert wrong <= report.lost[key.partition(".")[2]], key
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("worth", [1, Checksums.WORTH])
     @pytest.mark.parametrize("name", ["p02", "p04", "p08"])
     def test_a_flipped_bit_of_a_moment(

@@ -118,6 +118,7 @@ def test_force_replaces_nothing_but_checkpoints(what: Callable[[Path], None], tm
     assert content(tmp_path) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "options"),
     [

@@ -42,6 +42,7 @@ def test_the_rows_of_the_vocabulary_are_kept() -> None:
 JOBS = ("p01", "p02", "p03", "p07", "p08", "p09", "p12", "p21", "p22", "p41", "p43", "p46", "p48")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("node", "memory"), [(2, None), (8, 80 << 30)])
 @pytest.mark.parametrize("name", JOBS)
 def test_the_choice_is_the_first_line_of_the_plan(name: str, node: int, memory: int | None) -> None:

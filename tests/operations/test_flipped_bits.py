@@ -89,6 +89,7 @@ def is_noticed_by_verify(folder: Path) -> bool:
     return not found.sound or any(finding.check == FILE_DIGESTS for finding in found.findings)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_flipped_bit_that_changes_the_content_is_noticed(
     name: str, written: Callable[[str], Path], tmp_path: Path

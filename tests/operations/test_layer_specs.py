@@ -81,6 +81,7 @@ def test_a_third_layer_spec() -> None:
 LOCAL, ENGINE = "local", "transformer_engine"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fixture", "spec", "target"),
     [

@@ -117,6 +117,7 @@ THINGS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", ["torch_dist", "legacy"])
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)

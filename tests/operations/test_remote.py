@@ -63,6 +63,7 @@ def assert_truth(checkpoint: Any, fixture: Fixture) -> None:
         assert torch.equal(checkpoint.tensor(kind, name).read(), expected), key
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fixture", "to"), [("p10", "torch_dist"), ("p02", "legacy"), ("p02", "canonical")])
 def test_written_there_and_read_from_there(fixture: str, to: str, store: Any, tmp_path: Path) -> None:
     source = fixture_named(fixture)
@@ -176,6 +177,7 @@ def test_paths_of_universal_pathlib_are_taken() -> None:
 
 
 # The many small files of zarr are the same to every store, and each is a request of S3.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("store", "name"), [("memory", "p01"), ("s3", "p01"), ("s3", "p08b"), ("memory", "p31")], indirect=["store"]
 )

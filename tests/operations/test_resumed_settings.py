@@ -79,6 +79,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_setting_that_differs(
     name: str,
@@ -133,6 +134,7 @@ def test_what_a_resume_takes_for_the_same_is_equal(
     assert found.equal, [setting for setting in found.settings if not setting.equal]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "target",
     [

@@ -29,6 +29,7 @@ def commands(run: Path, out: Path) -> list[list[str]]:
     return [["verify", str(run)], ["diff", str(run), str(run)], ["convert", str(run), str(out), "--to", "canonical"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", REFUSED, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_one_file_that_the_system_refuses(
@@ -116,6 +117,7 @@ def _ended(command: str, error: BaseException, out: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_in_a_file_after_every_error(command: str, tmp_path: Path) -> None:
     from documentation.json_schemas import schema_of

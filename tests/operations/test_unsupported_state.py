@@ -34,6 +34,7 @@ def strange(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
     return copied
 
 
+@pytest.mark.thorough
 def test_unknown_keys_are_named(strange: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = mcore_ckpt_ext.Canonical()
     with pytest.raises(UnsupportedCheckpointError, match=rf"would be lost; found: {LOST} \(\d.*--drop unknown;"):

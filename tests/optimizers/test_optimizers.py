@@ -160,6 +160,7 @@ def carried(truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 OLD = {"p43": "0.16", "p44": "0.16"}
 
 
+@pytest.mark.thorough
 def test_converted_to_torch_dist_of_old_and_new_versions_and_back(fixture: Fixture, tmp_path: Path) -> None:
     for version in (OLD.get(fixture.folder.name.partition("_")[0], "0.13"), "0.19"):
         convert(fixture.run, tmp_path / version, TorchDist(megatron_version=version))
@@ -169,6 +170,7 @@ def test_converted_to_torch_dist_of_old_and_new_versions_and_back(fixture: Fixtu
     assert verify(tmp_path / "0.19").findings == ()
 
 
+@pytest.mark.thorough
 def test_through_canonical_and_back(fixture: Fixture, tmp_path: Path) -> None:
     """What a canonical folder keeps is enough to write what stock Megatron reads: groups, chain and all."""
     convert(fixture.run, tmp_path / "canonical", Canonical())
@@ -256,6 +258,7 @@ def test_a_step_that_is_there_twice_and_differs(tmp_path: Path, monkeypatch: pyt
     assert any("step is stored more than once" in finding.what for finding in verify(fixture.run).findings)
 
 
+@pytest.mark.thorough
 def test_to_legacy_of_another_layout_and_back(fixture: Fixture, tmp_path: Path) -> None:
     tensor = 1 if fixture.job["layout"]["tp"] == 2 else 2
     target = Legacy(megatron_version="0.19", tensor_model_parallel_size=tensor, pipeline_model_parallel_size=1)

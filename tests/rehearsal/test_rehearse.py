@@ -70,6 +70,7 @@ def test_it_reads_what_the_plan_says(name: str, layout: str, gpus: int) -> None:
     assert found.bytes_read == planned.read_in_all
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpus", [None, 3])
 @pytest.mark.parametrize("name", [*INTACT, *APART])
 def test_it_says_of_a_layout_what_the_plan_says(name: str, gpus: int | None) -> None:

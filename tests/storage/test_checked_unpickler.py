@@ -114,6 +114,7 @@ ATTACKS = {
 HARMLESS = {"the hooks of an object"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_within_a_second(attack: str) -> None:
     refused = in_bounds(lambda: safe_loads(b"\x80\x02" + ATTACKS[attack] + b".", "here"), SECONDS)
@@ -121,6 +122,7 @@ def test_an_attack_is_refused_within_a_second(attack: str) -> None:
     assert len(refused) < 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attack", ["an ordered dict of pairs", "a set of numbers", "text by punycode"])
 def test_the_attacks_would_take_long_with_the_standard_unpickler(attack: str) -> None:
     """Negative control: they end only because their processor time is limited."""

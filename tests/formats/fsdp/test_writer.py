@@ -71,6 +71,7 @@ def test_inspection_of_fsdp_dtensor() -> None:
     assert proof == "56,000 masters, stored in place of the weights, which are their roundings"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", [TorchDist(), TorchDist(megatron_version="0.13.1"), Legacy(), Canonical()], ids=str)
 def test_to_every_format(target: Target, tmp_path: Path) -> None:
     run = fixture_named("p50").run
@@ -83,6 +84,7 @@ def test_to_every_format(target: Target, tmp_path: Path) -> None:
     assert compare(tmp_path / "hf", run).equal
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SOURCES)
 def test_from_every_format(name: str, tmp_path: Path) -> None:
     run = fixture_named(name).run
