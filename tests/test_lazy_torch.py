@@ -45,6 +45,7 @@ def test_an_index_is_read_without_numpy_and_without_the_families() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_commands_for_checkpoints_of_megatron_import_no_families() -> None:
     run(
         "import sys\n"

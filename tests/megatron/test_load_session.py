@@ -35,6 +35,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return times
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["p10", "p50", "p49"])
 @pytest.mark.parametrize(
     "command",

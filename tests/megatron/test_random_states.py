@@ -6,6 +6,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
 
@@ -59,6 +60,7 @@ def rank_process(rank: int, store: Path, answers: Any) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_rank_0_alone_reads_the_index(tmp_path: Path) -> None:
     """Also if only another rank requests random states; an error of rank 0 is one of every rank."""
     # A forked process may wait forever for a lock that a thread held at the fork, as seen with torch 2.7.

@@ -142,6 +142,7 @@ def test_force_replaces_what_this_tool_wrote(first: str, options: dict[str, bool
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "out"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prefix", ["p02", "p08", "p31"])
 def test_force_replaces_what_megatron_wrote(prefix: str, tmp_path: Path) -> None:
     shutil.copytree(fixture_named(prefix).run, tmp_path / "out")
@@ -163,6 +164,7 @@ def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("renameat2 is Linux's")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("force", [False, True])
 def test_a_destination_that_appears_during_the_conversion_is_kept(force: bool, tmp_path: Path) -> None:
@@ -186,6 +188,7 @@ def test_a_destination_that_appears_during_the_conversion_is_kept(force: bool, t
     assert content(out) == content(tmp_path / "fresh")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("what", ["a file in it", "another in its place"])
 def test_a_destination_that_changed_is_not_replaced(what: str, tmp_path: Path) -> None:
@@ -216,6 +219,7 @@ def test_the_old_one_is_there_until_the_new_one_is(tmp_path: Path, monkeypatch: 
     assert content(out) == before
 
 
+@pytest.mark.thorough
 def test_a_run_killed_between_two_renames_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where names cannot be exchanged, the old folder lies aside for a moment; the next run finds it there."""
     run, out = fixture_named("p02").run, tmp_path / "out"

@@ -395,6 +395,7 @@ def test_sixty_one_layers_over_sixteen_stages() -> None:
     assert table.elements > 650e9
 
 
+@pytest.mark.thorough
 @pytest.mark.nightly
 def test_nineteen_hundred_gpus_in_seconds() -> None:
     """A search over every layout of a large model builds few combinations that some rule excludes."""

@@ -42,6 +42,7 @@ def accepts(run: Path, tensor: int, pipeline: int, virtual: int, expert: int) ->
     return bool(plan(run, pipeline * lcm(tensor, tensor * expert), pins=pins).accepted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["p02", "p09", "p10", "p41"])
 def test_files_are_planned_for_no_layout_that_plan_refuses(name: str, tmp_path: Path) -> None:
     """The product of layouts; a division of the layers that needs flags is the only one that `plan` alone offers."""

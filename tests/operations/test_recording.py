@@ -85,6 +85,7 @@ def test_a_flipped_bit_names_the_file_and_the_tensor(recorded: tuple[Path, Path]
     assert differences(found) == [(RECORDED_FILES, path.name), (RECORDED_TENSORS, f"exp_avg {MATRIX}")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", [TorchDist(), Legacy(tensor_model_parallel_size=4), FsdpDtensor()])
 def test_a_conversion_keeps_all_tensors(target: Target, recorded: tuple[Path, Path], tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(recorded[0], tmp_path / "out", target)
@@ -127,6 +128,7 @@ def test_formats_without_checksums_get_them(kind: str, tmp_path: Path) -> None:
     assert RECORDED_TENSORS in {check for check, _ in differences(found)} or kind == "colossalai"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["p09", "p31", "p43", "p47", "p50"])
 def test_every_kind_of_checkpoint_can_be_recorded(name: str, tmp_path: Path) -> None:
     run = fixture_named(name).run
@@ -179,6 +181,7 @@ def test_weights_are_read_once_to_compare_and_at_most_twice_to_record(
     assert (tmp_path / "shared").read_text() == manifest.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_share_a_record_and_a_comparison(size: int, recorded: tuple[Path, Path], tmp_path: Path) -> None:
     run, manifest = recorded

@@ -35,6 +35,7 @@ def alone(tmp_path: Path) -> Path:
     return optimizer_alone("p02", tmp_path / "alone")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "layout"), [
     ("p01", "TP1 x PP4 (VPP, CP, DP not known)"), ("p02", "TP2 x PP2 (VPP, CP, DP not known)"), ("p04", "not known"),
 ])  # fmt: skip

@@ -29,6 +29,7 @@ def test_each_item_is_in_one_share_and_no_share_is_much_larger(sizes: list[int],
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["p10", "p08", "p31", "p50"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_shared_verification_finds_what_a_single_process_finds(name: str, size: int) -> None:

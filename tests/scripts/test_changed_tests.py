@@ -39,6 +39,7 @@ def test_rings_of_tests() -> None:
     assert list(rings) == [["tests/one/test_leaf.py"], ["tests/jobs/test_job.py", "tests/one/test_middle.py"]]
 
 
+@pytest.mark.thorough
 def test_imports_of_this_repository() -> None:
     found = importers(REPOSITORY)
     assert "tests/layout/test_grad_buffer.py" in found["mcore_ckpt_ext.layout.grad_buffer"]

@@ -71,6 +71,7 @@ def offers_direct_writes(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("offset", [260, 320, 262, 261, ALIGNMENT, ALIGNMENT + 64, ALIGNMENT - 64])
 def test_every_byte_is_in_its_place(offset: int, tmp_path: Path) -> None:
     written(tmp_path, offset=offset)

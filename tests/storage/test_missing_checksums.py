@@ -73,6 +73,7 @@ def test_an_extra_state_of_transformer_engine_1_is_read() -> None:
     assert torch.equal(state["scale_fwd"], torch.arange(3.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["p01", "p08"])
 def test_a_checkpoint_is_read_and_converted(name: str, tmp_path: Path) -> None:
     copied = fixture_named(name).copy_to(tmp_path / "copy")

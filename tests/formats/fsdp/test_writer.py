@@ -213,6 +213,7 @@ def test_names() -> None:
         names.of(expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("setting", "shared", "said"),
     [

@@ -70,6 +70,7 @@ def test_inspection_of_torch_dcp() -> None:
     assert f"{masters:,} masters equal to their weights" in {check.extent for check in checked.checks}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", [TorchDist(), Legacy(), FsdpDtensor(), Canonical()], ids=str)
 def test_to_every_format(target: Target, tmp_path: Path) -> None:
     run = fixture_named("p51").run

@@ -112,6 +112,7 @@ def faults() -> list[tuple[str, int, bool]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize(("fault", "rank", "asynchronous"), faults())
 def test_one_failure_costs_one_save(fault: str, rank: int, asynchronous: bool, is_old: bool, tmp_path: Path) -> None:

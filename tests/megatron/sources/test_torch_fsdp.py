@@ -32,6 +32,7 @@ def drafted(run: Path) -> tuple[VirtualStorageReader, BlockReader]:
     return VirtualStorageReader({array.key: array for array in target.arrays()}, dict(target.objects()), filler), filler
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["p02", "p22", "p51"])
 def test_the_same_as_from_what_convert_writes(name: str, tmp_path: Path) -> None:
     """Gated halves, experts, objects; every master is proven on the way."""
