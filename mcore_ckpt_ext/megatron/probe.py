@@ -15,7 +15,7 @@ from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
-from mcore_ckpt_ext.megatron.run_folder import folder_to_load, persistent_folder
+from mcore_ckpt_ext.megatron.run_folder import folder_to_load, persistent_folder, takes_non_persistent
 from mcore_ckpt_ext.megatron.shared_index import read_shared_index
 from mcore_ckpt_ext.megatron.sources.huggingface import model_folder
 from mcore_ckpt_ext.megatron.stored_progress import missing_progress
@@ -203,8 +203,8 @@ def resuming_from_complete(scope: Scope, health: IterationHealth | None) -> Iter
 
 
 def _health_of(arguments: Any, directory: str, session: LoadSession | None) -> IterationHealth | None:
-    other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
-    if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
+    """Assess the persistent iteration that a load takes; None if it may take another one."""
+    if "://" in str(directory) or not hasattr(arguments, "ckpt_step") or takes_non_persistent(directory, arguments):
         return None
     index = None if session is None else session.index
     # Without another iteration to take, each rank checks its share of the bytes (`verify_checksums`).

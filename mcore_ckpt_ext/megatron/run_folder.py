@@ -100,7 +100,10 @@ def takes_non_persistent(directory: str, arguments: Any) -> bool:
     Only their manager can list local ones.
     """
     kind = getattr(arguments, "non_persistent_ckpt_type", None)
-    return kind is not None and (kind != _GLOBAL or _non_persistent(directory, arguments) is not None)
+    try:
+        return kind is not None and (kind != _GLOBAL or _non_persistent(directory, arguments) is not None)
+    except OSError:  # stock Megatron reports the error
+        return True
 
 
 def _non_persistent(directory: str, arguments: Any) -> Tracker | None:

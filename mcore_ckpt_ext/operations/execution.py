@@ -19,8 +19,8 @@ from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.storage.store_path import StorePath
 from mcore_ckpt_ext.writing import RecordWriter, lay_out
 
-Checks = tuple[Callable[[], None], Callable[[], None]]
-"""Checks that the source has not changed, and that the output can be read."""
+Checks = tuple[Callable[[], None], Callable[[], Sequence[OutputFile]]]
+"""Checks that the source has not changed, and that the output can be read; files to write again after that."""
 
 
 class LocalExecution:
@@ -56,8 +56,9 @@ class LocalExecution:
             run_on_all(team, lambda: self._fill(output, reader, progress))
             # These files mark the checkpoint as complete.
             run_on_first(team, lambda: lay_out((file for file in output.files if file.last), publication.content))
-            for check in checks:
-                run_on_first(team, check)
+            unchanged, check_readable = checks
+            run_on_first(team, unchanged)
+            run_on_first(team, lambda: lay_out(check_readable(), publication.content))
             return run_on_first(team, publication.publish) or []
         finally:
             publication.close()
@@ -135,8 +136,8 @@ class RemoteExecution:
         last = [file for file in output.files if file.last]
         try:
             for file in last:
-                run_on_first(team, lambda file=file: self._put(file))  # type: ignore[misc]  # bound at once
-            run_on_first(team, check_readable)
+                run_on_first(team, lambda file=file: self._put([file]))  # type: ignore[misc]  # bound at once
+            run_on_first(team, lambda: self._put(check_readable()))
         except BaseException:  # interrupts included
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])
@@ -155,10 +156,11 @@ class RemoteExecution:
         writer = RecordWriter(folder, reader.fill, self._workers, self._block_bytes, reader.read_ahead)
         writer.write(records, lambda number, crc: None, counter.add)
 
-    def _put(self, file: OutputFile) -> None:
-        """Upload a file without records."""
+    def _put(self, files: Sequence[OutputFile]) -> None:
+        """Upload files without records."""
         with staged_uploads(self._upload) as uploads:
-            uploads.add(file, lambda folder: lay_out([file], folder))
+            for file in files:
+                uploads.add(file, partial(lay_out, [file]))
 
 
 def _records(files: Sequence[OutputFile], records: dict[str, list[tuple[int, Record]]]) -> list[tuple[int, Record]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -111,11 +112,15 @@ class Verification(ShortRepr):
 
 @dataclass
 class Results:
-    """The findings and checks of a verification so far."""
+    """The findings and checks of a verification so far.
+
+    `links`: the recorded digests of the checksums in each file, as far as the folder has any.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     account: Account | None = None
+    links: Mapping[str, str] = field(default_factory=dict)
 
     def extend(self, other: Results) -> None:
         """Append the findings and checks of other steps."""

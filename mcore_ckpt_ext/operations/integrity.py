@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_stream, read_file, translate_os_errors
 from mcore_ckpt_ext.storage.checksums import LenientChecksums, verify_array
-from mcore_ckpt_ext.storage.file_digests import compare_digests
+from mcore_ckpt_ext.storage.file_digests import changed_checksums, compare_digests, digests_of_checksums
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.paths import file_sizes
@@ -68,7 +68,18 @@ def check_file_digests(folder: Path, results: Results) -> bool:
         kind = warning if file.editable else error
         results.findings.append(kind(FILE_DIGESTS, str(folder / file.name), file.what, file.name))
     results.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {quantity(comparison.compared, 'file')}"))
+    results.links = comparison.checksums
     return all(file.editable for file in comparison.changed)
+
+
+def check_links(
+    reader: FolderReader, archives: Iterable[Archive], arrays: Iterable[RawArray], results: Results
+) -> None:
+    """Report whole files of another conversion or iteration, if the folder's digests link its files."""
+    if results.links:
+        with suppress(ContentError):  # damage, which the comparison of the checksums themselves reports
+            for file in changed_checksums(results.links, digests_of_checksums(reader, archives, arrays)):
+                results.findings.append(error(FILE_DIGESTS, str(reader.folder / file.name), file.what, file.name))
 
 
 class StoredChecksums:
@@ -93,6 +104,8 @@ class StoredChecksums:
 
     def check(self, confirmed: LenientChecksums, workers: Workers, advance: Advance, results: Results) -> None:
         """Compare all checksums except those in `confirmed`, which are known to be right."""
+        files = self._checkpoint.files
+        check_links(files.reader, files.archives(), files.raw_arrays(), results)
         run_on_all(workers.team, lambda: _read_rest(confirmed, workers.count))
         for verified, verified_records in workers.team.gather((confirmed.verified, confirmed.verified_records)):
             confirmed.add(verified, verified_records)

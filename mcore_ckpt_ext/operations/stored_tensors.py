@@ -26,7 +26,7 @@ from mcore_ckpt_ext.operations.findings import (
     error,
     warning,
 )
-from mcore_ckpt_ext.operations.integrity import check_archives
+from mcore_ckpt_ext.operations.integrity import check_archives, check_links
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, BlockMemory
 from mcore_ckpt_ext.operations.recording import STORED, Digests, FileHash, TensorHash
 from mcore_ckpt_ext.operations.workers import Workers
@@ -94,6 +94,8 @@ def check_stored_tensors(
     check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
     files, single = _group_by_file(listing) if digest_files else ({}, list(listing))
     archives = [(file, 0, listing.reader.size(file)) for file in listing.archives]
+    arrays = (tensor.extent for tensor in listing if isinstance(tensor.extent, RawArray))
+    check_links(listing.reader, archives, arrays, results)
     damaged, unguarded = check_archives(listing.reader.past_cache(), archives, workers, advance)
     of_files = workers.map(check.file, list(files.items()), lambda item: sum(map(_bytes_of, item[1])))
     checked = workers.map(check.tensor, single, _bytes_of)

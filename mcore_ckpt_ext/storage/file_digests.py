@@ -8,30 +8,37 @@ mcore_ckpt_ext_digests.json
     arrays      digests of the names, dtypes, shapes and offsets in safetensors headers (without `__metadata__`, whose
                 checksums are only known when the tensors are)
     bytes       sizes of all files
+    checksums   digests of the CRC-32s of the tensors in each file: they link the files of one conversion, so that a
+                whole file of another one is found; zeros if they were not recorded
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, quantity, unreadable_file
+from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.files import checked_name
+from mcore_ckpt_ext.storage.files import FolderReader, checked_name
 from mcore_ckpt_ext.storage.json_text import json_file, parse_json
 from mcore_ckpt_ext.storage.paths import file_sizes
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.safetensors import SUFFIX, declared_arrays, planned_header, read_header
+from mcore_ckpt_ext.storage.torch_archive import ByteRange, TorchArchive
 
 FILE_NAME = "mcore_ckpt_ext_digests.json"
 _MARK = "mcore_ckpt_ext digests"
 _VERSION = 1
-_KEYS = {"format", "version", "sha256", "arrays", "bytes"}
+_KEYS = {"format", "version", "sha256", "arrays", "bytes", "checksums"}
+_UNKNOWN = "0" * 64
 # Files that only programs write; people also edit the others (config.json, tokenizers, run_config.yaml).
 _OF_PROGRAMS = (".metadata", "metadata.json", "common.json")
 _SUFFIXES_OF_PROGRAMS = (".index.json", ".pt", ".bin", ".distcp", SUFFIX)
@@ -55,16 +62,21 @@ class DigestResult:
         compared: number of files that were compared.
         changed: the files that have changed since they were written.
         stale: the reason why the digests belong to another save and nothing was compared; otherwise empty.
+        checksums: the digest of the checksums in each file; see `changed_checksums`.
     """
 
     compared: int
     changed: Sequence[ChangedFile] = ()
     stale: str = ""
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 def with_digests(output: Output, folder: str = "") -> Output:
-    """Add a digest file to an output, for files below `folder` whose bytes are known before the tensors."""
-    filled = {record.file for record in output.records}
+    """Add a digest file to an output, for files below `folder` whose bytes are known before the tensors.
+
+    `with_checksums` adds digests of the other files' checksums when their tensors are written.
+    """
+    filled = {record.file: bool(record.checksums or record.checksum_texts) for record in output.records}
     below = f"{folder}/" if folder else ""
     whole: dict[str, str] = {}
     arrays: dict[str, str] = {}
@@ -78,10 +90,67 @@ def with_digests(output: Output, folder: str = "") -> Output:
             whole[name] = _sha256(_content(file))
         elif file.name.endswith(SUFFIX):
             arrays[name] = _sha256_of_arrays(planned_header(file))
-    if not (whole or arrays):
+    checksums = {file.removeprefix(below): _UNKNOWN for file, has_checksums in filled.items() if has_checksums}
+    if not (whole or arrays or checksums):
         return output
-    content = {"format": _MARK, "version": _VERSION, "sha256": whole, "arrays": arrays, "bytes": sizes}
+    content = {
+        "format": _MARK,
+        "version": _VERSION,
+        "sha256": whole,
+        "arrays": arrays,
+        "bytes": sizes,
+        "checksums": checksums,
+    }
     return Output([json_file(below + FILE_NAME, content), *output.files], output.records, output.notes)
+
+
+def with_checksums(output: Output, digests: Mapping[str, str]) -> list[OutputFile]:
+    """Return an output's digest file, if it has one, with digests of the checksums in each file."""
+    files = []
+    for file in output.files:
+        if PurePosixPath(file.name).name == FILE_NAME:
+            content = parse_json(file.literals[0][1])
+            content["checksums"] = {name: digests.get(name, _UNKNOWN) for name in content["checksums"]}
+            files.append(json_file(file.name, content))
+    return files
+
+
+def digests_of_checksums(
+    reader: FolderReader, archives: Iterable[ByteRange], arrays: Iterable[RawArray]
+) -> dict[str, str]:
+    """Return a digest of the CRC-32s of the tensors in each file, whatever their order is.
+
+    Args:
+        reader: reads the folder.
+        archives: torch archives of the folder.
+        arrays: bare arrays of the folder, with their checksums if they have any.
+
+    Raises:
+        UnreadableCheckpointError: an archive cannot be read.
+    """
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for file, offset, length in archives:
+        storages = TorchArchive(reader, file, offset, length).storage_checksums or ()
+        found[file].extend(crc for _, crc in storages)
+    for array in arrays:
+        if array.crc is not None:
+            found[array.file].append(array.crc)
+    return {file: _sha256(struct.pack(f"<{len(crcs)}I", *sorted(crcs))) for file, crcs in found.items()}
+
+
+def changed_checksums(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[ChangedFile]:
+    """Return the files whose tensors are not those that were written with the other files.
+
+    Args:
+        recorded: the digests of the checksums in each file, as they were recorded.
+        found: those of the files.
+    """
+    what = f"its tensors are not those that were written with the other files; if that is meant, remove {FILE_NAME}"
+    return [
+        ChangedFile(name, what, editable=False)
+        for name, digest in recorded.items()
+        if digest not in (_UNKNOWN, found.get(name))
+    ]
 
 
 def compare_digests(folder: Path) -> DigestResult | None:
@@ -96,12 +165,12 @@ def compare_digests(folder: Path) -> DigestResult | None:
     stored = _read(folder)
     if stored is None:
         return None
-    reader = folder_reader(folder)
-    if stale := _why_stale(folder, stored["bytes"]):
+    if stale := _why_stale(folder, stored):
         return DigestResult(0, (), stale)
+    reader = folder_reader(folder)
     changed = [*_changed_files(folder, stored["sha256"], lambda name: _sha256(read_file(folder, name)))]
     changed += _changed_files(folder, stored["arrays"], lambda name: _sha256_of_arrays(read_header(reader, name)))
-    return DigestResult(len(stored["sha256"]) + len(stored["arrays"]), tuple(changed))
+    return DigestResult(len(stored["sha256"]) + len(stored["arrays"]), tuple(changed), checksums=stored["checksums"])
 
 
 def check_digests(folder: Path) -> None:
@@ -122,19 +191,20 @@ def check_digests(folder: Path) -> None:
             )
 
 
-def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
+def _why_stale(folder: Path, stored: Mapping[str, Any]) -> str:
     """Return why digests belong to another save; empty if they do not.
 
     A job that overwrites a converted folder leaves its digests. Another save is recognized by the sizes and names of
     its data files. A truncated file has another size, too; the index shows it.
     """
-    data = [name for name in sizes if name.endswith(_DATA_SUFFIXES)]
-    stored = file_sizes(folder, skip_forbidden=True) if data else {}  # one request to a store, for all files
+    sizes = stored["bytes"]
+    data = sorted({*stored["arrays"], *stored["checksums"]} & sizes.keys())
+    present = file_sizes(folder, skip_forbidden=True) if data else {}  # one request to a store, for all files
     for name in data:
         checked_name(name, folder)
-        if stored.get(name, sizes[name]) != sizes[name]:
-            return f"{name} has {quantity(stored[name], 'byte')}, and had {sizes[name]:,}"
-    others = [name for name in stored if "/" not in name and name.endswith(_DATA_SUFFIXES) and name not in sizes]
+        if present.get(name, sizes[name]) != sizes[name]:
+            return f"{name} has {quantity(present[name], 'byte')}, and had {sizes[name]:,}"
+    others = [name for name in present if "/" not in name and name.endswith(_DATA_SUFFIXES) and name not in sizes]
     return f"{min(others)} is not one of its files" if others else ""
 
 
@@ -179,7 +249,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_entries(content: Mapping[str, Any]) -> None:
-    for key, kind in (("sha256", str), ("arrays", str), ("bytes", int)):
+    for key, kind in (("sha256", str), ("arrays", str), ("bytes", int), ("checksums", str)):
         entries = content[key]
         if not isinstance(entries, dict) or any(type(value) is not kind for value in entries.values()):
             raise ValueError(f"{key} has an invalid value")

@@ -29,7 +29,7 @@ def test_the_result_is_summarized(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = [str(fixture_named("p01").run), str(tmp_path / "out"), "--to", "legacy", "--tensor-model-parallel-size=2"]
     assert main(["convert", *words]) == 0
     output = capsys.readouterr()
-    assert output.out.startswith(f"wrote {tmp_path / 'out'}: 17 files")
+    assert output.out.startswith(f"wrote {tmp_path / 'out'}: 18 files")
     assert "masters round to their weights" in output.out
     assert "note: the state of the random generators belongs to other ranks: resume with --no-load-rng" in output.out
     assert output.err == ""

@@ -14,12 +14,14 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a forked process does not inherit the threads of a pool
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.storage.file_digests import FILE_NAME
 from mcore_ckpt_ext.targets import TARGETS
 
 SOURCE, FOLDER, TO, COUNT = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -42,11 +44,16 @@ def finish(process: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
-def digest(folder: Path) -> str:
+def digest(folder: Path, links: bool = True) -> str:
+    """Return a digest of all files; without `links`, apart from what is recorded when all of them can be read."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+            content = path.read_bytes()
+            if path.name == FILE_NAME and not links:
+                with suppress(ValueError):  # only begun
+                    content = json.dumps({**json.loads(content), "checksums": None}).encode()
+            found.update(str(path.relative_to(folder)).encode() + content)
     return found.hexdigest()
 
 
@@ -67,6 +74,7 @@ def main() -> None:
     assert finish(start(FOLDER / "reference", resume=False))
     duration = time.monotonic() - begun
     expected = digest(FOLDER / "reference")
+    readable = digest(FOLDER / "reference", links=False)
     report = {"killed": 0, "published": 0, "half published": 0, "partial passes": 0, "resumed": 0, "different": 0}
     while report["killed"] < COUNT:
         destination = FOLDER / f"out{sum(report.values())}"
@@ -85,7 +93,7 @@ def main() -> None:
         partial = [path for path in FOLDER.iterdir() if path.name.startswith(f"{destination.name}.partial-")]
         # Opening the unfinished folder must be refused until its content is complete.
         for path in partial:
-            done = (path / "content").exists() and digest(path / "content") == expected
+            done = (path / "content").exists() and digest(path / "content", links=False) == readable
             report["partial passes"] += not done and passes_for_complete(path / "content")
         assert finish(start(destination, resume=True))
         report["resumed"] += 1
