@@ -62,10 +62,12 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
     sharded_optimizer_loading_epilogue(optimizer.optim)
 
 
-def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) -> None:
+def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool, *, is_sharded: bool) -> None:
     """Load a whole state dict, after all ranks have checked that it fits all stages together.
 
     PyTorch checks it, stage by stage: a stage's missing keys are missing, and a key is unexpected if it is to all.
+    Sharded files lack the extra state of modules below the model (`_model_sharder`, 0.5.0,
+    checkpoint_io/hybrid_parallel_checkpoint_io.py), so that it may be missing there.
 
     Raises:
         StateDictMismatchError: on all ranks; nothing is written.
@@ -89,6 +91,8 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
         raise StateDictMismatchError(str(error)) from error
     answers = [answer for _, answer in inspected.values()]
     missing = {name for of_stage, _ in answers for name in of_stage}
+    if is_sharded:
+        missing = {name for name in missing if not name.endswith("_extra_state")}
     unexpected = set(entries).intersection(*(of_stage for _, of_stage in answers))
     if strict and (problems := [*_problem("Missing", missing), *_problem("Unexpected", unexpected)]):
         raise StateDictMismatchError("; ".join(problems), hint="strict=False loads the rest")
@@ -97,8 +101,7 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
 
 
 def _problem(kind: str, keys: Iterable[str]) -> Iterator[str]:
-    # Sharded files have no extra state.
-    if names := sorted(key for key in keys if not key.endswith("_extra_state")):
+    if names := sorted(keys):
         quoted = join_some([f'"{name}"' for name in names])
         yield f"{kind} key(s) in state_dict: {quoted}"
 

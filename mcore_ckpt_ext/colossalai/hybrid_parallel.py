@@ -176,7 +176,8 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
             self._non_strict_load_sharded_model(model, checkpoint_index_file, strict, *more, **keywords)
             return
         ranks = _ranks(self)
-        load_model(ranks, model, read_sharded_by_all(ranks, Path(checkpoint_index_file), exactly=False), strict)
+        entries = read_sharded_by_all(ranks, Path(checkpoint_index_file), exactly=False)
+        load_model(ranks, model, entries, strict, is_sharded=True)
 
     def load_unsharded_model(
         self, model: Any, checkpoint: str, strict: bool = False, *more: Any, **keywords: Any
@@ -186,7 +187,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
             self._non_strict_load_unsharded_model(model, checkpoint, strict, *more, **keywords)
             return
         ranks = _ranks(self)
-        load_model(ranks, model, read_by_all(ranks, Path(checkpoint)), strict)
+        load_model(ranks, model, read_by_all(ranks, Path(checkpoint)), strict, is_sharded=False)
 
 
 def _is_of_experts(checkpoint_io: Any) -> bool:

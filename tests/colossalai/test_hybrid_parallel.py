@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -279,6 +280,13 @@ def test_hooks_and_modules_under_two_names(tmp_path: Path) -> None:
             other.load_model(again, str(folder / "model.bin"), strict=True)
             assert all(map(torch.equal, again.unwrap().parameters(), model.unwrap().parameters()))
             assert again.unwrap().two.seen == 3
+            load = partial(other.load_model, strict=True)
+            without, more = copy.copy(state), copy.copy(state)  # with their versions
+            del without["two._extra_state"]
+            more["three._extra_state"] = {"seen": 1}
+            for text, content in {"Missing key": without, "Unexpected key": more}.items():
+                told = refusal(partial(_from_file, folder, content, load, again))
+                assert f"{text}(s) in state_dict: " in told and told.count('"') == 2, told
 
     ranks.run(2, job)
 
