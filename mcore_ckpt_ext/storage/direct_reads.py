@@ -18,6 +18,8 @@ from mcore_ckpt_ext.storage.writeback import function_of_linux
 WORTH = 1 << 19
 """Fewer bytes are read through the page cache, whose read-ahead spares them the wait for the disk."""
 _STEP = 4 << 20
+"""The largest blocks of `verify` and `diff`. With another page, such a block is one read wherever it begins: a second
+one, for its last bytes, would wait until the disk has served the blocks of other threads."""
 _PAGE = mmap.PAGESIZE  # a multiple of the block size of a disk
 
 
@@ -46,7 +48,7 @@ class DirectReads:
         while len(buffer) - done >= WORTH:
             begin = (offset + done) // _PAGE * _PAGE
             skip = offset + done - begin
-            needed = min(_STEP, skip + len(buffer) - done)
+            needed = min(len(self._block()), skip + len(buffer) - done)
             middle = begin + needed // 2 // _PAGE * _PAGE
             if begin + needed > size or _is_cached(descriptor, middle):
                 break
@@ -64,7 +66,7 @@ class DirectReads:
 
     def _block(self) -> numpy.ndarray:
         if not hasattr(self._own, "block"):
-            self._own.block = huge_memory(_STEP)
+            self._own.block = huge_memory(_STEP + _PAGE)
         block: numpy.ndarray = self._own.block
         return block
 

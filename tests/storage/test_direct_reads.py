@@ -92,6 +92,13 @@ def test_large_blocks_do_not_fill_the_page_cache(folder: Path, data: bytes, dire
         assert not any(direct_reads._is_cached(file.fileno(), at) for at in range(0, 8 << 20, 1 << 20))
 
 
+def test_a_block_is_one_read_wherever_it_begins(folder: Path, data: bytes, direct_bytes: list[int]) -> None:
+    """A second read, for the last bytes, would wait for the blocks of other threads."""
+    offset, count = 1_000_003, 4 << 20
+    assert read(folder, offset, count) == data[offset : offset + count]
+    assert direct_bytes == [count + direct_reads._PAGE]
+
+
 def test_small_blocks_are_read_through_the_page_cache(folder: Path, data: bytes, direct_bytes: list[int]) -> None:
     assert read(folder, 5, WORTH - 1) == data[5 : WORTH + 4]
     assert not direct_bytes
