@@ -44,7 +44,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return first, second
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("canonical", "torch_dist", "hugging face"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("fsdp_dtensor", "legacy")),
+    ],
+)
 def test_a_file_of_another_conversion_is_found(name: str, sources: tuple[Path, Path], tmp_path: Path) -> None:
     folders = [tmp_path / source.name for source in sources]
     for source, folder in zip(sources, folders, strict=True):
