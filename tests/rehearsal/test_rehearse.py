@@ -183,6 +183,22 @@ def test_options_that_differ(changes: dict[str, Any], refused: str | None) -> No
     assert refused is None or "--override-opt_param-scheduler uses the schedule" in str(found.refusal)
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"vocab_size": 200}, r"rows in the checkpoint.*new are tokens 128 to 199"),
+        ({"vocab_size": 100}, r"vocabulary is smaller.*127 tokens; expected: at most 100, padding included"),
+        ({"vocab_size": 60, "make_vocab_size_divisible_by": 8}, r"vocabulary is smaller.*at most 64"),
+        ({"vocab_size": 100, "make_vocab_size_divisible_by": 16}, None),
+    ],
+)
+def test_the_vocabulary_has_the_rows_that_the_job_pads_it_to(changes: dict[str, Any], refused: str | None) -> None:
+    """By the divisor among the flags that the rehearsal prints, or by the one that is given."""
+    found = rehearsed(fixture_named("p10").run, "tp=2", 2, changes=changes)
+    assert found.will_succeed == (refused is None)
+    assert refused is None or re.search(refused, str(found.refusal), re.DOTALL)
+
+
 def test_two_schedules_are_refused() -> None:
     """Megatron asserts that its two flags are not set together."""
     changes: dict[str, Any] = dict.fromkeys(
