@@ -29,6 +29,10 @@ class PaddedRows:
         """Return the number of rows for a tensor-parallel size, with the divisor that `divisor_for` returns."""
         return self._pad((self.divisor_for(tensor) or self._divisor) * tensor)
 
+    def with_own_divisor(self, tensor: int) -> int:
+        """Return the number of rows for a tensor-parallel size, with the divisor of the job."""
+        return self._pad(self._divisor * tensor)
+
     def divisor_for(self, tensor: int) -> int | None:
         """Return the divisor that keeps the rows of the checkpoint, as small as possible.
 
@@ -36,7 +40,7 @@ class PaddedRows:
             None if the job's own divisor keeps them, or none does.
         """
         rows = self.stored
-        if not rows or rows % tensor or self._pad(self._divisor * tensor) == rows:
+        if not rows or rows % tensor or self.with_own_divisor(tensor) == rows:
             return None
         shares = rows // tensor
         padding = rows - self._tokens if self._tokens is not None else rows - 1

@@ -130,7 +130,7 @@ def _new_coordinator() -> Coordinator:
 
 
 def _export(save: Save) -> None:
-    PROCESS.one(Exports, _new_exports).follow(save, sys.modules["megatron.training"].get_args())
+    PROCESS.one(Exports, _new_exports).follow(save, _arguments())
 
 
 def _new_exports() -> Exports:
@@ -153,7 +153,13 @@ def _warn(line: str) -> None:
 
 def _goes_on() -> bool:
     """Return True if training continues when a save fails, by argument or environment; stock stops."""
-    return ON_SAVE_FAILURE.choose(sys.modules["megatron.training"].get_args()) == CONTINUE
+    return ON_SAVE_FAILURE.choose(_arguments()) == CONTINUE
+
+
+def _arguments() -> Any:
+    """Return Megatron's arguments, as its own saves find them."""
+    scope = vars(sys.modules["megatron.training.checkpointing"])
+    return scope["get_args"]()
 
 
 def _is_served(scope: Scope, call: Mapping[str, Any]) -> bool:

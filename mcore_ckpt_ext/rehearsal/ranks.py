@@ -22,6 +22,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.anatomy import is_in_vocabulary
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.operations.coverage import lost_parameters
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import TargetSlice, named_tensor
 from mcore_ckpt_ext.transfer import read_wanted
@@ -104,8 +105,14 @@ class SimulatedJob:
 
     @cached_property
     def trained(self) -> set[str]:
-        """The parameters with optimizer state; others are assumed to be frozen in the job, too."""
-        return set(self._checkpoint.optimizer.state().names()) & self.models.weights.keys()
+        """The parameters with optimizer state; others are assumed to be frozen in the job, too.
+
+        Those of a rank that has stored nothing were not frozen: their state is lost.
+        """
+        lost = (
+            name for buffers in self._state.buffers for names in lost_parameters(buffers).values() for name in names
+        )
+        return {*self._state.names(), *lost} & self.models.weights.keys()
 
     @cached_property
     def frozen(self) -> list[str]:

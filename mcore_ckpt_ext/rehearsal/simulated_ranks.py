@@ -24,7 +24,6 @@ from mcore_ckpt_ext.megatron.load_phases import MegatronResume
 from mcore_ckpt_ext.megatron.local_checkpoints import LOCAL
 from mcore_ckpt_ext.megatron.presentation import may_need_presentation
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
-from mcore_ckpt_ext.operations.coverage import check_stored_groups
 from mcore_ckpt_ext.planning.plan import named_tensor
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike, run_by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
@@ -196,9 +195,6 @@ class SimulatedRanks:
             RefusedError: some rank would refuse.
         """
         self.job = job = self._simulated_job(resume.checkpoint)
-        # What a rank lacks entirely was not frozen there, as parameters without state are taken to be.
-        check = partial(check_stored_groups, resume.checkpoint)
-        SimulatedCommunicator(self._size, is_verbatim=False).agree(check, self._phase)
         is_verbatim = all_read_alike(self._size, job.layout.model_sizes())
         SimulatedCommunicator(self._size, is_verbatim=is_verbatim).agree(lambda: job.trained, self._phase)
         groups = SimulatedCommunicator(self._size).agree(lambda: self.groups(resume.checkpoint), self._phase)[0]

@@ -210,4 +210,4 @@ def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int
     tokens = running.tokens or checkpoint.job.tokens
     if stored is None:
         return running.padded_vocab_size
-    return PaddedRows(tokens, stored, running.make_vocab_size_divisible_by or ROWS_DIVISOR)(tensor)
+    return PaddedRows(tokens, stored, running.make_vocab_size_divisible_by or ROWS_DIVISOR).with_own_divisor(tensor)

@@ -42,6 +42,45 @@ def test_the_whole_package_is_listed() -> None:
     assert (folders | modules) - listed == set()
 
 
+def layer_of(named: str) -> float:
+    """Return the number of a module's layer in the contract of import-linter, from the command line downwards."""
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    contract = project.partition('name = "layers"')[2].partition("exhaustive")[0]
+    layers = [re.findall(r"\((\w+)\)", line) for line in contract.splitlines() if line.startswith('    "')]
+    number = {name: float(place) for place, names in enumerate(layers) for name in names}
+    *folders, module = named.removeprefix("mcore_ckpt_ext/").strip("/").removesuffix(".py").split("/")
+    if not folders and module not in number:  # a module of Megatron's part
+        folders = ["megatron"]
+    if "live" in folders or folders == ["megatron"]:  # below and above it, by the contract about a resume
+        return number["optimizer_reshard"] + (0.5 if "live" in folders else -0.5)
+    return number[(folders or [module])[0]]
+
+
+def climbs(section: str) -> list[str]:
+    """Return the steps of a path that lead from a module into one of a higher layer."""
+    above: list[tuple[int, str]] = []
+    found = []
+    for line in section.splitlines():
+        step = re.split(r"\s{3,}", line.strip())[0]
+        indent = len(line) - len(line.lstrip())
+        named = _PATH.findall(step)
+        above = [(depth, module) for depth, module in above if depth < indent]
+        if not line.startswith("    ") or not named:
+            continue
+        chain = [*(module for _, module in above[-1:]), *named]
+        found += [f"{a} -> {b}" for a, b in zip(chain, chain[1:], strict=False) if layer_of(b) < layer_of(a)]
+        above.append((indent, named[0]))
+    return found
+
+
+def test_paths_through_the_code_lead_downwards() -> None:
+    _, *sections = (REPOSITORY / ARCHITECTURE).read_text().split(", step by step\n")
+    assert len(sections) == 5
+    assert [climb for section in sections for climb in climbs(section)] == []
+    upwards = "    writing.py   text\n       -> operations/block_reader.py"
+    assert climbs(upwards) == ["writing.py -> operations/block_reader.py"]
+
+
 def test_a_name_that_is_missing_is_found() -> None:
     assert paths_in("see `layout/none.py`, old/ and `tests/<folder>`") == {"layout/none.py", "old/"}
     assert [exists(path) for path in ("layout/none.py", "old/", "layout/sidecar.py", "docs/")] == [

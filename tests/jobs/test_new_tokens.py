@@ -9,6 +9,8 @@ import pytest
 import torch
 from megatron_on_cpu.dump_optimizer import assemble
 
+from mcore_ckpt_ext.job.dimensions import with_defaults
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from tests.harness.checkouts import EITHER
 from tests.harness.jobs import SAVED, Job
 from tests.harness.layouts import Layout
@@ -65,6 +67,11 @@ def test_new_tokens_are_refused_and_named(layout: str, turns: Results) -> None:
     assert refused.returncode != 0
     assert f"new are tokens 128 to {tokens_of(turns) - 1}" in refused.output
     assert "MCORE_CKPT_EXT_NEW_TOKENS=keep" in refused.output
+    run = turns.folder(f"{layout}, refused").parent / "saved" / "checkpoints"
+    sizes = {"tensor": LAYOUTS[layout].tensor, "pipeline": LAYOUTS[layout].pipeline}
+    changes = {"vocab_size": tokens_of(turns), "make_vocab_size_divisible_by": 128}
+    rehearsed = rehearse(run, 2, with_defaults(sizes), changes=changes)
+    assert str(rehearsed.refusal).splitlines()[-1] in refused.output
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

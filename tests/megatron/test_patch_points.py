@@ -54,6 +54,19 @@ def names_read(source: str) -> set[str]:
     return set(found)
 
 
+def required_of_modules(source: str) -> list[str]:
+    """Return what a source reads from an imported module as an attribute, which fails if the module lacks it."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+    return [ast.unparse(node) for node in nodes if ast.unparse(node.value).startswith("sys.modules[")]
+
+
+def test_names_are_required_of_scopes_alone() -> None:
+    """Others would be missing in a job without a word of `doctor`."""
+    found = (required_of_modules(path.read_text()) for path in (PACKAGE / "megatron").rglob("*.py"))
+    assert [name for names in found for name in names] == []
+    assert required_of_modules("sys.modules['a.b'].name()") == ["sys.modules['a.b'].name"]
+
+
 def closure(module: str) -> set[Path]:
     """Return the files below `megatron/` that a module imports, directly or by way of others, with its own."""
     paths: set[Path] = set()

@@ -183,6 +183,22 @@ def test_options_that_differ(changes: dict[str, Any], refused: str | None) -> No
     assert refused is None or "--override-opt_param-scheduler uses the schedule" in str(found.refusal)
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"vocab_size": 200}, r"rows in the checkpoint.*new are tokens 128 to 199"),
+        ({"vocab_size": 100}, r"vocabulary is smaller.*127 tokens; expected: at most 100, padding included"),
+        ({"vocab_size": 60, "make_vocab_size_divisible_by": 8}, r"vocabulary is smaller.*at most 64"),
+        ({"vocab_size": 100, "make_vocab_size_divisible_by": 16}, None),
+    ],
+)
+def test_the_vocabulary_has_the_rows_that_the_job_pads_it_to(changes: dict[str, Any], refused: str | None) -> None:
+    """By the divisor among the flags that the rehearsal prints, or by the one that is given."""
+    found = rehearsed(fixture_named("p10").run, "tp=2", 2, changes=changes)
+    assert found.will_succeed == (refused is None)
+    assert refused is None or re.search(refused, str(found.refusal), re.DOTALL)
+
+
 def test_two_schedules_are_refused() -> None:
     """Megatron asserts that its two flags are not set together."""
     changes: dict[str, Any] = dict.fromkeys(
@@ -234,8 +250,9 @@ def test_the_missing_state_of_a_rank_was_not_frozen(tmp_path: Path) -> None:
     (copy.iteration / "mp_rank_00_000" / "distrib_optim.pt").unlink()
     found = rehearsed(copy.run, "tp=2", 4)
     assert found.refusal is not None
-    assert "tensor rank 0, pipeline rank 0" in found.refusal
-    assert "its optimizer state is missing; it had 14 parameters" in found.refusal
+    assert found.is_verbatim
+    assert "rank 2, 3: ModelMismatchError: the model has a parameter that the checkpoint lacks" in found.refusal
+    assert "fp32_param decoder.layers.0.mlp.linear_fc2.bias" in found.refusal
 
 
 def test_a_rank_that_reads_a_part_is_not_quoted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mcore_ckpt_ext.megatron.live.phases import Phase
 from mcore_ckpt_ext.megatron.load_phases import ALL_PHASES, MegatronResume
 from mcore_ckpt_ext.optimizers import digests
 from mcore_ckpt_ext.optimizers.remainders import split
+from mcore_ckpt_ext.rehearsal import simulated_ranks
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.rehearsal.simulated_ranks import SimulatedRanks
@@ -115,3 +117,15 @@ def test_a_key_that_nobody_knows_is_named(tmp_path: Path) -> None:
     assert found.will_succeed
     assert f"not looked at: {LOST}, {OTHER}/shard_0_1" in found.given
     assert not any("not looked at" in line for line in rehearsed(fixture_named("p10")).given)
+
+
+def test_a_rehearsal_checks_its_options_alone() -> None:
+    """What a job checks is in a phase, which the simulated ranks perform."""
+    names: dict[str, set[str]] = {}
+    for path in Path(simulated_ranks.__file__).parent.glob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)]
+        names[path.stem] = {node.id for node in nodes if node.id.lstrip("_").startswith("check_")}
+    assert {module: checks for module, checks in names.items() if checks} == {
+        "rehearse": {"check_changes", "check_gpus"},
+        "target": {"_check_together", "check_layer_form", "check_schedule", "check_values"},
+    }

@@ -44,6 +44,10 @@ def a_missing_file(run: Path) -> None:
     largest_file(run).unlink()
 
 
+def no_state_of_a_rank(run: Path) -> None:
+    sorted(iteration(run).rglob("distrib_optim.pt"))[0].unlink()
+
+
 def a_truncated_file(run: Path) -> None:
     path = largest_file(run)
     os.truncate(path, path.stat().st_size // 2)
@@ -79,6 +83,7 @@ def no_schedule(run: Path) -> None:
 DAMAGES = {
     "intact": nothing,
     "a missing file": a_missing_file,
+    "no state of a rank": no_state_of_a_rank,
     "a truncated file": a_truncated_file,
     "a garbage index": a_garbage_index,
     "no metadata.json": no_mark_of_the_end,

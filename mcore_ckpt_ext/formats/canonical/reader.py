@@ -3,7 +3,8 @@
 A folder contains:
 
     canonical-00001-of-00002.safetensors    arrays by `kind.name`, and their CRC-32s as `checksums`: one number for each
-                                            array of the file, in the order of their keys (since version 2)
+                                            array of the file, in the order of their keys; another program may leave
+                                            them out
     model.safetensors.index.json            the file of each array, in transformers' layout
     common.json                             arguments, iteration, parameter groups, random states
 """
@@ -50,12 +51,22 @@ NAME = "canonical"
 COMMON_FILE = "common.json"
 INDEX_FILE = "model.safetensors.index.json"
 MARK = "mcore_ckpt_ext canonical"
-VERSION = 2
-_WITHOUT_CHECKSUMS = 1
+VERSION = 1
 CHECKSUMS = "checksums"
 CHECKSUM_BYTES = 4
 _OF_EVERY_FOLDER = frozenset(
-    {"common", "experts_apart", "extra_states", "grad_scaler", "param_groups", "random_states", "sharded_keys"}
+    {
+        "chain",
+        "common",
+        "experts_apart",
+        "extra_states",
+        "grad_scaler",
+        "param_groups",
+        "random_states",
+        "sharded_keys",
+        "source",
+        "undistributed",
+    }
 )
 
 
@@ -79,11 +90,11 @@ class CanonicalCheckpoint(FormatReader):
     def __init__(self, folder: Path, options: OpenOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(folder, options)
         self._about = read_json(folder / COMMON_FILE)
-        if self._about.get("format") != MARK or self._about.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
+        if self._about.get("format") != MARK or self._about.get("version") != VERSION:
             raise UnsupportedCheckpointError(
                 "this version cannot read this canonical checkpoint",
                 found=f"{format_value(self._about.get('format'))}, version {format_value(self._about.get('version'))}",
-                expected=f"{MARK}, version {VERSION} or before",
+                expected=f"{MARK}, version {VERSION}",
                 where=str(folder / COMMON_FILE),
             )
         missing = sorted(_OF_EVERY_FOLDER - self._about.keys())
@@ -117,17 +128,17 @@ class CanonicalCheckpoint(FormatReader):
         about = self._about
         return StoredOptimizer(
             state=self._optimizer_state,
-            format=lambda: NAME if self._weights.kinds or about.get("chain") else None,
+            format=lambda: NAME if self._weights.kinds or about["chain"] else None,
             has_expert_optimizer=lambda: bool(about["experts_apart"]),
             param_groups=lambda: list(decode(about["param_groups"])),
-            chained_optimizer_settings=lambda: list(decode(about.get("chain", []))),
+            chained_optimizer_settings=lambda: list(decode(about["chain"])),
             grad_scaler=self._grad_scaler,
         )
 
     @cached_property
     @override
     def job(self) -> Job:
-        source = self._about.get("source")
+        source = self._about["source"]
         return replace(super().job, is_release=isinstance(source, Mapping) and source.get("released") is True)
 
     @cached_property
@@ -140,7 +151,7 @@ class CanonicalCheckpoint(FormatReader):
         return dict(decode(self._about["common"]))
 
     def _optimizer_state(self) -> OptimizerState:
-        undistributed = frozenset(map(str, self._about.get("undistributed", ())))
+        undistributed = frozenset(map(str, self._about["undistributed"]))
         return with_masters(_Optimizer(self._weights, undistributed), self._weights, lambda: self.job.models().weights)
 
     def _sharded_keys(self) -> Mapping[str, ShardedKey]:
