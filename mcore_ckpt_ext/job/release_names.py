@@ -1,7 +1,8 @@
 """The first release of Megatron Core with each name that this package needs and the oldest lacks.
 
 Compared in megatron/training/checkpointing.py and async_utils.py, megatron/core/dist_checkpointing/serialization.py,
-strategies/async_utils.py and strategies/filesystem_async.py of every release from core_v0.7.0 to 0.19.2.
+strategies/async_utils.py and strategies/filesystem_async.py of every release from core_v0.7.0 to 0.19.2, and in
+megatron/core/optimizer/optimizer.py of these and of the development head of August 2026.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ FIRST_WITH_NAME = {
     "set_loaded_iteration": Version(0, 16),
     "_get_async_calls_queue": Version(0, 17),
     "get_write_results_queue": Version(0, 17),
+    "megatron.core.optimizer.optimizer:param_group_identifier_keys": Version(0, 20),
 }
 
 

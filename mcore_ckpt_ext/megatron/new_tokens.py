@@ -22,7 +22,6 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
 from mcore_ckpt_ext.settings import NEW_TOKENS
 
-_TOKENIZER = ("megatron.training.global_vars", "_GLOBAL_TOKENIZER")
 _KEEP = f"{NEW_TOKENS.name}=keep"
 
 
@@ -35,7 +34,7 @@ def token_count(arguments: Any) -> int | None:
     Returns:
         The number; None if neither the tokenizer nor `--vocab-size` gives it.
     """
-    tokenizer = getattr(sys.modules.get(_TOKENIZER[0]), _TOKENIZER[1], None)
+    tokenizer = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
     vocab_size = getattr(tokenizer, "vocab_size", None)
     count = vocab_size if isinstance(vocab_size, int) else JobArguments.of(vars(arguments)).tokens
     rows = getattr(arguments, "padded_vocab_size", None)

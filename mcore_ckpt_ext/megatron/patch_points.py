@@ -27,6 +27,8 @@ _READ_BY_LOADS = (
     "FileSystemReader",
     "get_checkpoint_name",
     "mpu",
+    "megatron.training.global_vars:_GLOBAL_TOKENIZER",
+    "megatron.core.optimizer.optimizer:param_group_identifier_keys",
 )
 _READ_BY_QUEUES = ("_async_calls_queue", "_get_async_calls_queue", "init_persistent_async_worker")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -28,8 +28,9 @@ class PatchPoint(NamedTuple):
         version_module: the module whose ``__version__`` is the framework's version.
         raises: types of errors that the original raises, as "module:class". If the wrapper raises an error of this
             package, that error becomes an instance of them (see `replaced_errors`).
-        reads: the names that the wrapper reads from the globals of the original. Without one of them it is not wrapped,
-            unless the framework's release is older than the name (`FIRST_WITH_NAME`, job/release_names.py).
+        reads: the names that the wrapper reads from the globals of the original, or as "module:name" from another
+            module, once that is imported. Without one of them it is not wrapped, unless the framework's release is
+            older than the name (`FIRST_WITH_NAME`, job/release_names.py).
     """
 
     locations: tuple[str, ...]
@@ -127,12 +128,21 @@ def checked_function(patch_point: PatchPoint, place: Place) -> Function:
         )
     scope = getattr(inspect.unwrap(target), "__globals__", {})
     version = version_of(patch_point)
-    missing = [name for name in patch_point.reads if name not in scope and not is_older_than(version, name)]
+    missing = [name for name in patch_point.reads if not (_has(scope, name) or is_older_than(version, name))]
     if missing:
         module = scope.get("__name__", place.module.__name__)
-        raise PatchPointMismatchError(f"{module} has no {', '.join(missing)}, which the wrapper needs")
+        places = [name if ":" in name else f"{module}:{name}" for name in missing]
+        raise PatchPointMismatchError(f"there is no {', '.join(places)}, which the wrapper needs".replace(":", "."))
     function: Function = target
     return function
+
+
+def _has(scope: Mapping[str, Any], name: str) -> bool:
+    """Return True if a scope has a name, or another module as "module:name"; also if that is not imported."""
+    module, _, attribute = name.rpartition(":")
+    if not module:
+        return attribute in scope
+    return module not in sys.modules or hasattr(sys.modules[module], attribute)
 
 
 def version_of(patch_point: PatchPoint) -> str | None:

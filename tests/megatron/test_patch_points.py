@@ -51,6 +51,10 @@ def names_read(source: str) -> set[str]:
                 ast.unparse(owner) in SCOPES
             ):
                 found += [keyword.arg for keyword in keywords if keyword.arg is not None]
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Call(func=owner, args=[module]), name, _]) if (
+                ast.unparse(owner) == "sys.modules.get"
+            ):
+                found += [f"{there}:{read}" for there in text(module) for read in text(name) if read != "__version__"]
     return set(found)
 
 
@@ -118,3 +122,7 @@ def test_first_releases_are_those_of_names_that_are_used() -> None:
 )
 def test_ways_to_read_are_found(source: str) -> None:
     assert names_read(source) == {"name"}
+
+
+def test_names_of_other_modules_are_found() -> None:
+    assert names_read("getattr(sys.modules.get('a.b'), 'name', None)") == {"a.b:name"}

@@ -511,17 +511,19 @@ def test_a_function_that_came_later_is_not_missed(framework, version, state):
     [
         ("0.15.0", ("untouched", "set_loaded_iteration"), None),
         ("0.16.0", ("untouched", "set_loaded_iteration"), "set_loaded_iteration"),
-        ("0.16.0", ("unwrap_model", "get_args"), "unwrap_model, get_args"),
+        ("0.16.0", ("unwrap_model", "get_args"), "unwrap_model, {name}.checkpointing.get_args"),
+        ("0.16.0", ("{name}.checkpointing:untouched", "{name}.not_imported:load"), None),
+        ("0.16.0", ("{name}.checkpointing:get_args",), "get_args"),
         (None, ("set_loaded_iteration",), "set_loaded_iteration"),
     ],
 )
 def test_names_that_a_wrapper_reads_are_checked_where_the_original_is_defined(framework, version, reads, missing):
     (framework.folder / "__init__.py").write_text("" if version is None else f"__version__ = {version!r}")
-    for registry in _registry(framework, reads=reads):
+    for registry in _registry(framework, reads=tuple(read.format(name=framework.name) for read in reads)):
         module = _import(framework, "checkpointing")
         module.load = _theirs(module.load)
         registry.install()
         (status,) = registry.status()
         assert status.state == ("patched" if missing is None else "not patched")
-        expected = f"{framework.name}.checkpointing has no {missing}, which the wrapper needs"
+        expected = f"there is no {{name}}.checkpointing.{missing}, which the wrapper needs".format(name=framework.name)
         assert status.reason == (None if missing is None else expected)
