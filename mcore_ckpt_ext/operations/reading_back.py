@@ -50,8 +50,8 @@ def check_links(checkpoints: Iterable[CheckpointView]) -> None:
         comparison = compare_digests(files.folder)
         if comparison is None or not comparison.checksums:
             continue
-        found = digests_of_checksums(files.reader, files.archives(), files.raw_arrays())
-        for file in changed_checksums(comparison.checksums, found):
+        digests = digests_of_checksums(files.reader, files.archives(), files.raw_arrays())
+        for file in changed_checksums(comparison.checksums, digests):
             raise UnreadableCheckpointError(
                 "a file of the checkpoint belongs to another one",
                 found=file.what,

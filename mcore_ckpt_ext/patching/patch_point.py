@@ -138,7 +138,7 @@ def checked_function(patch_point: PatchPoint, place: Place) -> Function:
 
 
 def _has(scope: Mapping[str, Any], name: str) -> bool:
-    """Return True if a scope has a name, or another module as "module:name"; also if that is not imported."""
+    """Return True if a scope has a name; "module:name" may also be of a module not imported yet."""
     module, _, attribute = name.rpartition(":")
     if not module:
         return attribute in scope

@@ -128,28 +128,30 @@ def digests_of_checksums(
     Raises:
         UnreadableCheckpointError: an archive cannot be read.
     """
-    found: defaultdict[str, list[int]] = defaultdict(list)
+    checksums: defaultdict[str, list[int]] = defaultdict(list)
     for file, offset, length in archives:
         storages = TorchArchive(reader, file, offset, length).storage_checksums or ()
-        found[file].extend(crc for _, crc in storages)
+        checksums[file].extend(crc for _, crc in storages)
     for array in arrays:
         if array.crc is not None:
-            found[array.file].append(array.crc)
-    return {file: _sha256(struct.pack(f"<{len(crcs)}I", *sorted(crcs))) for file, crcs in found.items()}
+            checksums[array.file].append(array.crc)
+    return {file: _sha256(struct.pack(f"<{len(crcs)}I", *sorted(crcs))) for file, crcs in checksums.items()}
 
 
-def changed_checksums(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[ChangedFile]:
+def changed_checksums(recorded: Mapping[str, str], digests: Mapping[str, str]) -> list[ChangedFile]:
     """Return the files whose tensors are not those that were written with the other files.
 
     Args:
         recorded: the digests of the checksums in each file, as they were recorded.
-        found: those of the files.
+        digests: those of the files now.
     """
-    what = f"its tensors are not those that were written with the other files; if that is meant, remove {FILE_NAME}"
+    difference = (
+        f"its tensors are not those that were written with the other files; if that is meant, remove {FILE_NAME}"
+    )
     return [
-        ChangedFile(name, what, editable=False)
+        ChangedFile(name, difference, editable=False)
         for name, digest in recorded.items()
-        if digest not in (_UNKNOWN, found.get(name))
+        if digest not in (_UNKNOWN, digests.get(name))
     ]
 
 
