@@ -20,6 +20,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder
 from mcore_ckpt_ext.storage.json_tree import encode
 from tests.harness.checkpoints import fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
@@ -239,6 +240,21 @@ def of_hugging_face(folder: Path) -> Path:
     return folder
 
 
+def of_pickled_hugging_face(folder: Path) -> Path:
+    mcore_ckpt_ext.convert(fixture_named("p02").run, folder, mcore_ckpt_ext.HuggingFace(pickled=True))
+    return without_digests(folder)
+
+
+def add_to_bin(folder: Path) -> None:
+    path = folder / "pytorch_model.bin"
+    torch.save({**torch.load(path), IN_A_LAYER: STRANGE}, path)
+
+
+def of_bridge(folder: Path) -> Path:
+    mcore_ckpt_ext.convert(fixture_named("p02").run, folder, mcore_ckpt_ext.TorchDist(loop="bridge"))
+    return without_digests(iteration_folder(folder))
+
+
 def of_adapters(folder: Path) -> Path:
     make("llama", folder.parent / "base")
     return peft_folder(folder, adapter("model.layers.0.self_attn.q_proj", 32, 32))
@@ -274,7 +290,9 @@ STRANGERS = {
     "fsdp_dtensor": (of_fsdp("p50"), add_to_plain_dcp, LOST),
     "torch_dcp": (of_fsdp("p51"), add_to_plain_dcp, LOST),
     "canonical": (of_canonical, add_to_canonical, OTHER),
+    "bridge": (of_bridge, add_to_torch_dist, LOST),
     "hf": (of_hugging_face, add_to_safetensors, IN_A_LAYER),
+    "bin": (of_pickled_hugging_face, add_to_bin, IN_A_LAYER),
     "peft": (of_adapters, add_to_safetensors, IN_A_LAYER),
     "colossalai": (of_colossalai, add_to_colossalai, IN_A_LAYER),
 }
@@ -315,7 +333,8 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     root, found = tmp_path_factory.mktemp("strangers"), {}
     for name, (make_folder, add, key) in STRANGERS.items():
         folder = make_folder(root / name)
-        assert mcore_ckpt_ext.open_checkpoint(folder, weights=base_of(folder)).format.name == name
+        format_name = {"bridge": "torch_dist", "bin": "hf"}.get(name, name)
+        assert mcore_ckpt_ext.open_checkpoint(folder, weights=base_of(folder)).format.name == format_name
         add(folder)
         found[name] = (folder, key)
     return found
