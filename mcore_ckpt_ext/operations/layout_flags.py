@@ -8,7 +8,8 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS, VIRTUAL_STAGE_ARGUMENTS
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
