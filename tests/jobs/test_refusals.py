@@ -207,6 +207,19 @@ REFUSALS = [
         r"does not have.*\.bias.*different: add_bias_linear True, now False",
         model={"add_bias_linear": False},
     ),
+    # A format that stock Megatron loads under any layout: it would leave the biases out, or fail on some ranks.
+    Refusal(
+        "biases that the model lacks, in fully_reshardable",
+        r"does not have.*\.bias.*different: add_bias_linear True, now False",
+        model={"add_bias_linear": False},
+        fixture="p04",
+    ),
+    Refusal(
+        "an output layer that the checkpoint lacks, in fully_reshardable",
+        r"has its own output layer.*resume without --untie-embeddings-and-output-weights",
+        model={"untie_embeddings_and_output_weights": True},
+        fixture="p04",
+    ),
 ]
 
 
