@@ -36,9 +36,9 @@ def sizes_to_come(job: JobArguments, consumed: int) -> list[BatchSize]:
         job: the arguments of the job.
         consumed: the samples that were consumed.
     """
-    steps = list(_steps_of_schedule(job)) or list(_steps_of_ramp(job))
+    steps = _steps(job)
     first = max((number for number, step in enumerate(steps) if step.sample <= consumed), default=0)
-    return steps[first:]
+    return [BatchSize(max(step.sample, consumed), step.size) for step in steps[first:]]
 
 
 def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
@@ -56,9 +56,23 @@ def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
     return [batch for batch in to_come if batch.size % divisor]
 
 
+def global_batch_of(job: JobArguments) -> int | None:
+    """Return the samples of an iteration, at the end of a schedule if there is one; None if they are unknown.
+
+    With `--step-batch-size-schedule`, Megatron sets `global_batch_size` to micro batch x DP, and does not use it
+    (`validate_args`, megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
+    """
+    *_, last = (None, *_steps_of_schedule(job))
+    return job.global_batch_size if last is None else last.size
+
+
 def batch_divisor(job: JobArguments) -> int:
-    """Return the largest divisor of the global batch and every step of its ramp; 0 if it is unknown."""
-    return gcd(job.global_batch_size or 0, *(step.size for step in _steps_of_ramp(job)))
+    """Return the largest divisor of the global batch and every step of its schedule; 0 if it is unknown."""
+    return gcd(global_batch_of(job) or 0, *(step.size for step in _steps(job)))
+
+
+def _steps(job: JobArguments) -> list[BatchSize]:
+    return list(_steps_of_schedule(job)) or list(_steps_of_ramp(job))
 
 
 def _steps_of_schedule(job: JobArguments) -> Iterator[BatchSize]:

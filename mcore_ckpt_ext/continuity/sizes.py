@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
@@ -22,7 +23,7 @@ def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
     return sizes_of(
         layout,
         job.micro_batch_size,
-        job.global_batch_size,
+        global_batch_of(job),
         job.padded_vocab_size,
         divides_sequence=bool(job.raw.get("sequence_parallel")),
     )

@@ -83,7 +83,9 @@ def flags_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingProxyTy
         flags.append(f"--make-vocab-size-divisible-by {divisor}")
     if choice.job.global_batch_size is None:
         return flags
-    flags += [f"--micro-batch-size {choice.micro_batch}", f"--global-batch-size {choice.global_batch}"]
+    flags.append(f"--micro-batch-size {choice.micro_batch}")
+    if not choice.job.step_batch_size_schedule:  # Megatron refuses both
+        flags.append(f"--global-batch-size {choice.global_batch}")
     if _overrides_schedule(choice, changes):
         flags.append("--override-opt_param-scheduler")
     return flags

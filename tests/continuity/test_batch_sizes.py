@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from mcore_ckpt_ext.continuity.batch_sizes import indivisible_sizes, sizes_to_come
+from mcore_ckpt_ext.continuity.batch_sizes import (
+    BatchSize,
+    batch_divisor,
+    global_batch_of,
+    indivisible_sizes,
+    sizes_to_come,
+)
+from mcore_ckpt_ext.continuity.sizes import GLOBAL_BATCH, sizes_of_job
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 
@@ -23,6 +30,16 @@ def test_the_steps_are_megatrons(schedule: str, length: int) -> None:
     for consumed in (0, 99, 100, 101, 249, 250, 999, 1000, 2499, 2500, 9999):
         megatron.update(consumed, consistency_check=False)
         assert sizes_to_come(job, consumed)[0].size == megatron.get_current_global_batch_size()
+
+
+def test_the_global_batch_is_the_last_of_a_schedule() -> None:
+    """Megatron derives the argument from the layout, and does not use it."""
+    job = _job(step_batch_size_schedule="0:8 1K:16 2.5K:24", global_batch_size=8)
+    assert (global_batch_of(job), batch_divisor(job)) == (24, 8)
+    assert sizes_to_come(job, 1500) == [BatchSize(1500, 16), BatchSize(2500, 24)]
+    moved = job.replace(data_parallel_size=2, global_batch_size=4)
+    assert sizes_of_job(moved)[GLOBAL_BATCH] == sizes_of_job(job)[GLOBAL_BATCH] == 24
+    assert (global_batch_of(_job()), batch_divisor(_job())) == (64, 64)
 
 
 def test_a_ramp() -> None:
