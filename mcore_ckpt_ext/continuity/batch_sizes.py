@@ -62,8 +62,8 @@ def global_batch_of(job: JobArguments) -> int | None:
     With `--step-batch-size-schedule`, Megatron sets `global_batch_size` to micro batch x DP, and does not use it
     (`validate_args`, megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
     """
-    *_, last = (None, *_steps_of_schedule(job))
-    return job.global_batch_size if last is None else last.size
+    steps = list(_steps_of_schedule(job))
+    return steps[-1].size if steps else job.global_batch_size
 
 
 def batch_divisor(job: JobArguments) -> int:
