@@ -66,6 +66,21 @@ def global_batch_of(job: JobArguments) -> int | None:
     return steps[-1].size if steps else job.global_batch_size
 
 
+def averaged_samples(job: JobArguments) -> float | None:
+    """Return how many samples an iteration averages, as the mean over the steps of a schedule; None if unknown.
+
+    With `--decrease-batch-size-if-needed`, each size is rounded down to a multiple of micro batch x DP (`_round`,
+    megatron/core/num_microbatches_calculator.py, core_v0.16.1 and 0.19.2).
+    """
+    sizes = [step.size for step in _steps(job)]
+    if not sizes and job.global_batch_size is not None:
+        sizes = [job.global_batch_size]
+    share = (job.micro_batch_size or 0) * (job.data_parallel_size or 0)
+    is_rounded = share and job.decrease_batch_size_if_needed
+    averaged = [size // share * share if is_rounded else size for size in sizes]
+    return sum(averaged) / len(averaged) if averaged else None
+
+
 def batch_divisor(job: JobArguments) -> int:
     """Return the largest divisor of the global batch and every step of its schedule; 0 if it is unknown."""
     return gcd(global_batch_of(job) or 0, *(step.size for step in _steps(job)))
