@@ -57,7 +57,9 @@ def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
 
 
 def global_batch_of(job: JobArguments) -> int | None:
-    """Return the samples of an iteration, at the end of a schedule if there is one; None if they are unknown.
+    """Return the samples of an iteration, or of the last step of a schedule.
+
+    None if they are unknown.
 
     With `--step-batch-size-schedule`, Megatron sets `global_batch_size` to micro batch x DP, and does not use it
     (`validate_args`, megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
@@ -67,7 +69,9 @@ def global_batch_of(job: JobArguments) -> int | None:
 
 
 def averaged_samples(job: JobArguments) -> float | None:
-    """Return how many samples an iteration averages, as the mean over the steps of a schedule; None if unknown.
+    """Return how many samples an iteration averages: the mean over the steps of a schedule.
+
+    None if it is unknown.
 
     With `--decrease-batch-size-if-needed`, each size is rounded down to a multiple of micro batch x DP (`_round`,
     megatron/core/num_microbatches_calculator.py, core_v0.16.1 and 0.19.2).

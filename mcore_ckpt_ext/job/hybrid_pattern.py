@@ -13,7 +13,9 @@ def is_hybrid(job: JobArguments) -> bool:
 
 
 def layer_pattern(job: JobArguments) -> str:
-    """Return a letter for each layer, and `|` between segments if the pattern names them; empty without a pattern.
+    """Return a letter for each layer, and `|` between segments if the pattern names them.
+
+    Empty for other models.
 
     Sources: `hybrid_layer_pattern` and `hybrid_override_pattern` (its name up to core_v0.16), and `allocate_layers`
     (megatron/core/ssm/mamba_hybrid_layer_allocation.py, core_v0.8.0 to 0.16.1) for models with ratios instead. The part

@@ -72,5 +72,5 @@ class LoadFacts:
 
     @property
     def changes_model(self) -> bool:
-        """True if the jobs have different models by their arguments, so that either may have parameters of its own."""
+        """True if the models differ by their arguments, so that either may have other parameters."""
         return bool(differing_arguments(self.written, self.running))

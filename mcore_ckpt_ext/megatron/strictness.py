@@ -1,4 +1,6 @@
-"""How Megatron's own loop treats keys that only the checkpoint or only the job has: `--dist-ckpt-strictness`.
+"""The strictness of a load by Megatron's own loop, `--dist-ckpt-strictness`.
+
+It says how keys are treated that only the checkpoint or only the job has.
 
 Sources: `StrictHandling`, megatron/core/dist_checkpointing/validation.py, and `_load_global_dist_base_checkpoint`,
 megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2 and the development head of August 2026.
@@ -25,7 +27,7 @@ def strictness(arguments: Any) -> dict[str, str]:
 
 
 def returns_mismatches(arguments: Any) -> bool:
-    """Return whether a load returns the mismatches beside the state, which the loop takes for the state."""
+    """Return whether a load returns a tuple of state and mismatches, where the loop expects the state."""
     is_of_format = getattr(arguments, "ckpt_format", None) == TORCH_DIST
     return is_of_format and getattr(arguments, _ARGUMENT, None) in _RETURNING
 

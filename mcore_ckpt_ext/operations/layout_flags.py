@@ -36,7 +36,10 @@ def arguments_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingPro
 
 
 def _batch_arguments(choice: Choice) -> dict[str, int]:
-    """Return the arguments of the batch, if it is known; Megatron refuses a global batch beside its schedule."""
+    """Return the arguments of the batch, if it is known.
+
+    Megatron refuses both a global batch and a schedule of it (`validate_args`, core_v0.18.0 to 0.19.2).
+    """
     if batch_of(choice.job)[1] is None:
         return {}
     whole = {} if choice.job.step_batch_size_schedule else {"global_batch_size": choice.global_batch}
