@@ -36,9 +36,9 @@ def sizes_to_come(job: JobArguments, consumed: int) -> list[BatchSize]:
         job: the arguments of the job.
         consumed: the samples that were consumed.
     """
-    steps = list(_steps_of_schedule(job)) or list(_steps_of_ramp(job))
+    steps = _steps(job)
     first = max((number for number, step in enumerate(steps) if step.sample <= consumed), default=0)
-    return steps[first:]
+    return [BatchSize(max(step.sample, consumed), step.size) for step in steps[first:]]
 
 
 def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
@@ -56,9 +56,42 @@ def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
     return [batch for batch in to_come if batch.size % divisor]
 
 
+def global_batch_of(job: JobArguments) -> int | None:
+    """Return the samples of an iteration, or of the last step of a schedule.
+
+    None if they are unknown.
+
+    With `--step-batch-size-schedule`, Megatron sets `global_batch_size` to micro batch x DP, and does not use it
+    (`validate_args`, megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
+    """
+    steps = list(_steps_of_schedule(job))
+    return steps[-1].size if steps else job.global_batch_size
+
+
+def averaged_samples(job: JobArguments) -> float | None:
+    """Return how many samples an iteration averages: the mean over the steps of a schedule.
+
+    None if it is unknown.
+
+    With `--decrease-batch-size-if-needed`, each size is rounded down to a multiple of micro batch x DP (`_round`,
+    megatron/core/num_microbatches_calculator.py, core_v0.16.1 and 0.19.2).
+    """
+    sizes = [step.size for step in _steps(job)]
+    if not sizes and job.global_batch_size is not None:
+        sizes = [job.global_batch_size]
+    share = (job.micro_batch_size or 0) * (job.data_parallel_size or 0)
+    is_rounded = share and job.decrease_batch_size_if_needed
+    averaged = [size // share * share if is_rounded else size for size in sizes]
+    return sum(averaged) / len(averaged) if averaged else None
+
+
 def batch_divisor(job: JobArguments) -> int:
-    """Return the largest divisor of the global batch and every step of its ramp; 0 if it is unknown."""
-    return gcd(job.global_batch_size or 0, *(step.size for step in _steps_of_ramp(job)))
+    """Return the largest divisor of the global batch and every step of its schedule; 0 if it is unknown."""
+    return gcd(global_batch_of(job) or 0, *(step.size for step in _steps(job)))
+
+
+def _steps(job: JobArguments) -> list[BatchSize]:
+    return list(_steps_of_schedule(job)) or list(_steps_of_ramp(job))
 
 
 def _steps_of_schedule(job: JobArguments) -> Iterator[BatchSize]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mcore_ckpt_ext.continuity.batch_sizes import averaged_samples
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
@@ -22,7 +23,7 @@ def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
     return sizes_of(
         layout,
         job.micro_batch_size,
-        job.global_batch_size,
+        averaged_samples(job),
         job.padded_vocab_size,
         divides_sequence=bool(job.raw.get("sequence_parallel")),
     )
@@ -31,7 +32,7 @@ def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
 def sizes_of(
     layout: ParallelLayout,
     micro_batch: int | None,
-    global_batch: int | None,
+    global_batch: float | None,
     rows: int | None,
     *,
     divides_sequence: bool,
@@ -41,7 +42,7 @@ def sizes_of(
     Args:
         layout: its parallel layout.
         micro_batch: samples of a micro batch.
-        global_batch: samples of an iteration.
+        global_batch: samples of an iteration, or their mean.
         rows: rows of the vocabulary, padding included.
         divides_sequence: whether tensor-parallel ranks divide the sequence.
     """

@@ -171,8 +171,3 @@ def format_untrusted(value: Any) -> str:
     if is_whole(value) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     return repr(value)[:80] if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-
-
-def is_hybrid(arguments: JobArguments) -> bool:
-    """Return whether a pattern gives the mixer of each layer (core_v0.9.0 to 0.19.2, under two names)."""
-    return bool(arguments.hybrid_layer_pattern or arguments.raw.get("hybrid_override_pattern"))

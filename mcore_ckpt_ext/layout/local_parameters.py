@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, quantity
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import is_gated
 from mcore_ckpt_ext.job.releases import KEEPS_DOWN_PROJECTIONS_WHOLE
 from mcore_ckpt_ext.model_space.anatomy import (

@@ -16,7 +16,8 @@ from mcore_ckpt_ext.job.dimensions import (
     SPLIT_ARGUMENTS,
     format_sizes,
 )
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid, layer_pattern
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.grad_buffer import default_bucket_size
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
@@ -183,13 +184,12 @@ def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[lis
 def _hybrid_segments(arguments: JobArguments) -> list[int]:
     """Return the layers of each pipeline segment in a hybrid model's pattern, for example `M*M-|M*M-`.
 
-    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2). The part after a
-    slash belongs to multi-token prediction.
+    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2).
 
     Returns:
         Empty if the pattern has no segments.
     """
-    segments = (arguments.hybrid_layer_pattern or "").partition("/")[0].split("|")
+    segments = layer_pattern(arguments).split("|")
     return [len(segment) for segment in segments] if len(segments) > 1 else []
 
 

@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.model_space.anatomy import (
     WORD_EMBEDDINGS,

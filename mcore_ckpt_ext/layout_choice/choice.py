@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor
+from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor, global_batch_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_sizes import number_of
@@ -15,7 +15,7 @@ from mcore_ckpt_ext.versions import Version
 
 def batch_of(job: JobArguments) -> tuple[int, int | None]:
     """Return the micro batch, 1 if unknown, and the global batch of a job, None if unknown."""
-    return job.micro_batch_size or 1, job.global_batch_size
+    return job.micro_batch_size or 1, global_batch_of(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Choice:
     def keeps_global_batch(self) -> bool:
         """True if the global batch is that of the job, as far as it is known.
 
-        The layout has to divide every step of a ramp, too.
+        The layout has to divide every step of a schedule, too.
         """
         is_same = batch_of(self.job)[1] in (self.global_batch, None)
         return is_same and batch_divisor(self.job) % (self.micro_batch * self.layout.data) == 0

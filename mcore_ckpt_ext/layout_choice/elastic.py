@@ -158,8 +158,9 @@ class _ElasticSearch:
         for name, reason in violations(choice):
             if name != "layers per stage":
                 return reason
-        if self.job.global_batch_size not in (choice.global_batch, None) and not self.may_change_batch:
-            return f"the global batch {self.job.global_batch_size} cannot be kept"
+        global_batch = batch_of(self.job)[1]
+        if global_batch not in (choice.global_batch, None) and not self.may_change_batch:
+            return f"the global batch {global_batch} cannot be kept"
         if not keeps_rows(choice):
             rows = quantity(self.table.padded_rows.stored, "row")
             return f"TP{layout.tensor} does not divide the {rows} of the vocabulary"

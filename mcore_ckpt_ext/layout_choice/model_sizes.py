@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid, layer_pattern
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import is_gated
 
 
@@ -139,9 +140,9 @@ def _layers(job: JobArguments) -> tuple[tuple[Part, ...], ...]:
     (models/gpt/experimental_attention_variant_module_specs.py), core_v0.16.0 to 0.19.2.
     """
     if is_hybrid(job):
-        pattern = str(job.hybrid_layer_pattern or job.raw.get("hybrid_override_pattern") or "").partition("/")[0]
         parts_by_letter = {part.value: part for part in Part}
-        return tuple((parts_by_letter.get(letter, Part.FEED_FORWARD),) for letter in pattern.replace("|", ""))
+        letters = layer_pattern(job).replace("|", "")
+        return tuple((parts_by_letter.get(letter, Part.FEED_FORWARD),) for letter in letters)
     return tuple((_mixer(job, layer), _feed_forward(job, layer)) for layer in range(job.num_layers or 0))
 
 

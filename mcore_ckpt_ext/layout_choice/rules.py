@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from mcore_ckpt_ext.errors import quantity
-from mcore_ckpt_ext.job.job_arguments import is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid, layer_pattern
 from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
 from mcore_ckpt_ext.layout.parallel import prediction_chunk
 from mcore_ckpt_ext.layout_choice.choice import Choice
@@ -130,7 +130,7 @@ def _mamba(choice: Choice) -> str | None:
     job = choice.job
     tensor = choice.layout.tensor
     context = choice.layout.context
-    if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.raw.get("hybrid_override_pattern")):
+    if "M" not in layer_pattern(job):
         return None
     # By default there are heads of `--mamba-head-dim` for twice the hidden size (`expand`).
     heads = job.mamba_num_heads or 2 * (job.hidden_size or 0) // (job.mamba_head_dim or 64)
@@ -232,7 +232,7 @@ def _hybrid_stages(choice: Choice) -> str | None:
     split = dict(choice.split.arguments) if choice.split else {}
     if accounted := next((name for name, value in split.items() if name.startswith("account_for") and value), None):
         return f"the stages of a hybrid model do not depend on --{accounted.replace('_', '-')}"
-    segments = (job.hybrid_layer_pattern or "").partition("/")[0].count("|") + 1
+    segments = layer_pattern(job).count("|") + 1
     if segments == 1:
         return None if layout.virtual_pipeline == 1 else "a --hybrid-layer-pattern without | has no virtual stages"
     if segments == layout.pipeline * layout.virtual_pipeline:

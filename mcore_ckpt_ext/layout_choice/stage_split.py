@@ -9,7 +9,8 @@ from itertools import groupby
 from typing import Any
 
 from mcore_ckpt_ext.job.dimensions import SPLIT_ARGUMENTS
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import TAKES_STAGE_LAYOUTS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
 from mcore_ckpt_ext.versions import Version

@@ -295,8 +295,8 @@ class _LoadCall:
             self._load_schedule(resume.schedule, follows_samples=resume.options.own_bounds)
         grown = f"{kept_message(resume.tokens)}, with moments of zero" if resume.tokens else ""
         lacking = rank.starts_random_states
-        as_stock = f"{_ANEW}, as in stock Megatron on a changed layout" if lacking else ""
-        random_states = self._seed_again(rank.result, lacking=lacking) or as_stock
+        reason = ": --no-load-rng" if self._arguments.no_load_rng else ", as in stock Megatron on a changed layout"
+        random_states = self._seed_again(rank.result, lacking=lacking) or (f"{_ANEW}{reason}" if lacking else "")
         data = resume.data.sentence if resume.data is not None else ""
         self._has_filled = True
         parts = [str(rank.summary), grown, random_states, data, self._mathematics()]

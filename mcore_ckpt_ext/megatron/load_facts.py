@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mcore_ckpt_ext.job.differences import differing_arguments
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.optimizers.groups import Group
@@ -68,3 +69,8 @@ class LoadFacts:
     is_before_first_step: Callable[[], bool] = lambda: False
     has_new_tokens: bool = False
     is_packed_otherwise: bool = False
+
+    @property
+    def changes_model(self) -> bool:
+        """True if the models differ by their arguments, so that either may have other parameters."""
+        return bool(differing_arguments(self.written, self.running))

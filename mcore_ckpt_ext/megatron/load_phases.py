@@ -25,6 +25,7 @@ from mcore_ckpt_ext.megatron.random_seed import has_other_grid
 from mcore_ckpt_ext.megatron.required_order import check_required_order
 from mcore_ckpt_ext.megatron.shared_index import index_for_this_rank
 from mcore_ckpt_ext.megatron.stored_progress import check_progress
+from mcore_ckpt_ext.megatron.strictness import refuse_returning, returns_mismatches
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import FALLBACK, FAST, LOAD
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
@@ -98,6 +99,12 @@ def _check_progress(resume: MegatronResume) -> None:
     """Refuse a checkpoint that does not say how far its run was, before Megatron looks for it."""
     schedules = resume.scheduler is not None and resume.takes_optimizer
     check_progress(resume.probe.missing, resume.arguments, str(resume.directory), has_scheduler=schedules)
+
+
+def _check_strictness(resume: MegatronResume) -> None:
+    """Refuse a strictness that Megatron fails with, if there is a checkpoint."""
+    if resume.probe.session is not None:
+        refuse_returning(resume.arguments, resume.probe.session.folder)
 
 
 def check_new_tokens(resume: MegatronResume) -> None:
@@ -191,6 +198,12 @@ COMPLETENESS = Phase("looking for a complete checkpoint", Who.ALL_ALIKE, _check_
 """It stands alone: a job performs the phases after it on the iteration that it takes instead of an incomplete one."""
 CHECKING = (
     Phase("looking at the progress of the run", Who.ALL_ALIKE, _check_progress),
+    Phase(
+        "looking at the strictness",
+        Who.FIRST_RANK,
+        _check_strictness,
+        applies=lambda resume: returns_mismatches(resume.arguments),
+    ),
     Phase("comparing the vocabularies", Who.ALL_ALIKE, check_new_tokens),
     Phase(
         "looking for local checkpoints",

@@ -25,6 +25,7 @@ from mcore_ckpt_ext.megatron.random_states import requested_grid
 from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import present
+from mcore_ckpt_ext.megatron.strictness import strictness
 from mcore_ckpt_ext.optimizer_reshard import LiveRank
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import LOAD, SETTINGS, STOCK
@@ -123,13 +124,3 @@ class MegatronRank(LiveRank):
             initialization_kept(self._chunks, resume.tokens),
         ):
             self.result = self._load_without_optimizer()
-
-
-def strictness(arguments: Any) -> dict[str, str]:
-    """Relax the strictness that requires a request for everything stored: the optimizer is not requested.
-
-    Source: `StrictHandling`, megatron/core/dist_checkpointing/validation.py, core_v0.8.0 to 0.19.2. This package has
-    compared the names before.
-    """
-    strict = "dist_ckpt_strictness"
-    return {strict: "raise_unexpected"} if getattr(arguments, strict, None) == "raise_all" else {}

@@ -226,6 +226,13 @@ CHECKS: tuple[Check, ...] = (
         loops=_MEGATRON,
     ),
     Check(
+        "another model",
+        "it leaves out parameters that only the checkpoint has; without those that it lacks, some ranks fail",
+        "StrictHandling, megatron/core/dist_checkpointing/validation.py, 0.8.0 to 0.19.2",
+        lambda facts: facts.changes_model and not _keeps_quantized_masters(facts),
+        loops=(Loop.MEGATRON,),
+    ),
+    Check(
         "layer-wise files",
         "every rank opens the file of its own data-parallel number",
         f"load_checkpoint, {_CHECKPOINTING}, 0.16.1 to 0.19.2",
@@ -256,10 +263,7 @@ CHECKS: tuple[Check, ...] = (
         "_get_megatron_optimizer_based_on_param_groups, megatron/core/optimizer/__init__.py, 0.16.1 to 0.19.2",
         lambda facts: any(is_sgd(child.optimizer) for child, _ in facts.chain.whole),
     ),
-    Check(
-        *CPU_OFFLOADING,
-        lambda facts: _any(is_offloaded, facts),
-    ),
+    Check(*CPU_OFFLOADING, lambda facts: _any(is_offloaded, facts)),
     Check(
         "moments of another optimizer",
         "it loads the moments of the job's optimizer: next to Lion, Adam loses its second moment",
@@ -273,10 +277,7 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: _is_in_place(facts) and _any(is_precision_aware, facts),
         excludes=TAKES_STEPS_OF_PRECISION_AWARE,
     ),
-    Check(
-        *REMAINDERS_AS_FP32,
-        lambda facts: not _is_in_place(facts) and _any(keeps_remainders, facts),
-    ),
+    Check(*REMAINDERS_AS_FP32, lambda facts: not _is_in_place(facts) and _any(keeps_remainders, facts)),
     Check(
         "torch's Adam",
         "it asserts that all parameters have one step, but there is none before the first",

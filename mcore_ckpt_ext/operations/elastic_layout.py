@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, quantity, reraise_as_unreadable
 from mcore_ckpt_ext.families.passed_arguments import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.dimensions import PINS, VIRTUAL_STAGE_ARGUMENTS
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.choice import batch_of
@@ -171,7 +173,7 @@ def choose_for(
             checkpoint, checkpoint.job.arguments().replace(**_stated_arguments(checkpoint, arguments))
         )
         table = table_of(checkpoint, job)
-    if job.global_batch_size is None:
+    if global_batch_of(job) is None:
         raise UsageError(
             "a job without a global batch size cannot keep it",
             expected="--global-batch-size",

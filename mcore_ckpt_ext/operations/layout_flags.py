@@ -8,7 +8,8 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS, VIRTUAL_STAGE_ARGUMENTS
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
@@ -24,8 +25,7 @@ def arguments_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingPro
     layout = choice.layout
     arguments: dict[str, Any] = {SIZE_ARGUMENTS[name]: size for name, size in layout.sizes().items()}
     arguments[SIZE_ARGUMENTS["virtual_pipeline"]] = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
-    if choice.job.global_batch_size is not None:
-        arguments |= {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}
+    arguments |= _batch_arguments(choice)
     if choice.split:
         arguments |= dict(choice.split.arguments)
     if divisor := _divisor(candidate):
@@ -33,6 +33,17 @@ def arguments_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingPro
     if _overrides_schedule(choice, changes):
         arguments["override_opt_param_scheduler"] = True
     return arguments | dict(changes)
+
+
+def _batch_arguments(choice: Choice) -> dict[str, int]:
+    """Return the arguments of the batch, if it is known.
+
+    Megatron refuses both a global batch and a schedule of it (`validate_args`, core_v0.18.0 to 0.19.2).
+    """
+    if batch_of(choice.job)[1] is None:
+        return {}
+    whole = {} if choice.job.step_batch_size_schedule else {"global_batch_size": choice.global_batch}
+    return {"micro_batch_size": choice.micro_batch, **whole}
 
 
 def _overrides_schedule(choice: Choice, changes: Mapping[str, Any]) -> bool:
@@ -80,9 +91,7 @@ def flags_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingProxyTy
         flags.append("--sequence-parallel")
     if (divisor := _divisor(candidate)) and "make_vocab_size_divisible_by" not in changes:
         flags.append(f"--make-vocab-size-divisible-by {divisor}")
-    if choice.job.global_batch_size is None:
-        return flags
-    flags += [f"--micro-batch-size {choice.micro_batch}", f"--global-batch-size {choice.global_batch}"]
+    flags += [f"--{name.replace('_', '-')} {size}" for name, size in _batch_arguments(choice).items()]
     if _overrides_schedule(choice, changes):
         flags.append("--override-opt_param-scheduler")
     return flags

@@ -21,6 +21,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
 )
 from mcore_ckpt_ext.layout_choice.padded_rows import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.model_space.anatomy import (
+    block_of,
     is_in_vocabulary,
     language_prefix,
     pipelined_block,
@@ -40,14 +41,22 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
         UnsupportedCheckpointError: the checkpoint does not describe its model completely.
     """
     names = checkpoint.names(WEIGHT)
-    block = pipelined_block(names)
     twice = second_names(names)
-    if not names or block is None or not job.num_layers:
+    if not names or not job.num_layers:
         raise UnsupportedCheckpointError(
             "the pipeline division of the checkpoint's model is unknown",
             found="no weights" if not names else f"num_layers {job.num_layers}",
             where=str(checkpoint.files.folder),
             hint="add what is missing, for example --argument num_layers=32",
+        )
+    block = pipelined_block(names)
+    if block is None:
+        stacks = sorted({stack for name in names if (stack := block_of(name)) is not None})
+        raise UnsupportedCheckpointError(
+            "layouts are planned only for a model whose layers form one stack",
+            found=" and ".join(stacks) or "no layers",
+            where=str(checkpoint.files.folder),
+            hint="resume it under sizes of your choice: what does not fit is refused before anything changes",
         )
     _check_layers(checkpoint, job, job.num_layers, block)
     states = _States(checkpoint, job)

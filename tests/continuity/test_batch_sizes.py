@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from mcore_ckpt_ext.continuity.batch_sizes import indivisible_sizes, sizes_to_come
+from mcore_ckpt_ext.continuity.batch_sizes import (
+    BatchSize,
+    batch_divisor,
+    global_batch_of,
+    indivisible_sizes,
+    sizes_to_come,
+)
+from mcore_ckpt_ext.continuity.sizes import GLOBAL_BATCH, sizes_of_job
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 
@@ -23,6 +30,24 @@ def test_the_steps_are_megatrons(schedule: str, length: int) -> None:
     for consumed in (0, 99, 100, 101, 249, 250, 999, 1000, 2499, 2500, 9999):
         megatron.update(consumed, consistency_check=False)
         assert sizes_to_come(job, consumed)[0].size == megatron.get_current_global_batch_size()
+
+
+def test_the_global_batch_is_the_last_of_a_schedule() -> None:
+    """Megatron derives the argument from the layout, and does not use it."""
+    job = _job(step_batch_size_schedule="0:8 1K:16 2.5K:24", global_batch_size=8)
+    assert (global_batch_of(job), batch_divisor(job)) == (24, 8)
+    assert sizes_to_come(job, 1500) == [BatchSize(1500, 16), BatchSize(2500, 24)]
+    moved = job.replace(data_parallel_size=2, global_batch_size=4)
+    assert sizes_of_job(moved)[GLOBAL_BATCH] == sizes_of_job(job)[GLOBAL_BATCH] == 16
+    assert (global_batch_of(_job()), batch_divisor(_job())) == (64, 64)
+
+
+@pytest.mark.parametrize("more", [{"global_batch_size": 24}, {"rampup_batch_size": [16, 8, 300]}])
+def test_a_decreased_batch_is_another_one(more: dict[str, Any]) -> None:
+    """Of 24 samples, data parallelism of 8 in place of 4 leaves 16, at once or in a step of the ramp."""
+    job = _job(decrease_batch_size_if_needed=True, **more)
+    sizes = [sizes_of_job(job.replace(data_parallel_size=ranks))[GLOBAL_BATCH] for ranks in (2, 4, 8)]
+    assert sizes[0] == sizes[1] != sizes[2]
 
 
 def test_a_ramp() -> None:

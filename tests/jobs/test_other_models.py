@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext import TorchDist
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.operations.verification import verify
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.programs import Programs
@@ -71,3 +73,8 @@ def test_a_model_is_known_offline(turns: Programs, model: str) -> None:
     assert inspect(saved).layout_text == f"TP{tensor} x PP{pipeline} x DP{4 // (tensor * pipeline)}"
     assert all(verify(place).sound for place in (saved, *converted))
     assert all(compare(saved, place).equal for place in converted)
+
+
+def test_layouts_are_planned_for_one_stack_of_layers_alone(turns: Programs) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="one stack; found: decoder and encoder"):
+        plan(places(turns, "t5")[0], gpus=4)

@@ -37,6 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         turn("at 4", _TP2),
         turn("at 6", _TP2, *later, until=_LATER + 1),
         turn("stages", _STAGES),
+        turn("not loaded", _TP2, "--no-load-rng"),
         turn("stock at 4", _TP2, **as_stock),
         turn("stock at 6", _TP2, *later, until=_LATER + 1, **as_stock),
         turn("without", _DP4, until=_LATER, stock=True),
@@ -67,10 +68,12 @@ def test_the_summary_says_it(results: Results) -> None:
     said = "random state is reinitialized from --seed and iteration"
     assert f"{said} {SAVED};" in results.job("at 4").summary.string
     assert f"{said} {_LATER};" in results.job("at 6").summary.string
-    assert "as in stock Megatron on a changed layout" in results.job("stock at 4").summary.string
+    assert "reinitialized, as in stock Megatron on a changed layout;" in results.job("stock at 4").summary.string
+    assert "reinitialized: --no-load-rng;" in results.job("not loaded").summary.string
 
 
 def test_by_the_rule_of_stock_each_restart_draws_the_same(results: Results) -> None:
     assert _states(results, "stock at 4") == _states(results, "stock at 6")
     assert [seed for seed, _ in _states(results, "stock at 4")] == [_SEED] * 4
+    assert _states(results, "not loaded") == _states(results, "stock at 4")
     assert results.job("at 4").losses[SAVED + 1] != results.job("stock at 4").losses[SAVED + 1]

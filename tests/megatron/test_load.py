@@ -10,7 +10,6 @@ import pytest
 from mcore_ckpt_ext.megatron import load
 from mcore_ckpt_ext.megatron.live.resume import changed_padding
 from mcore_ckpt_ext.megatron.load import _resumes_optimizer, wrap_load_checkpoint
-from mcore_ckpt_ext.megatron.megatron_rank import strictness
 
 TRAINS = {
     "no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
@@ -42,12 +41,6 @@ def test_the_model_may_have_its_former_name(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(load, "_LoadCall", lambda *given: SimpleNamespace(run=lambda: given))
     call = {name: "the model", "optimizer": "optimizer", "opt_param_scheduler": "scheduler", "strict": False}
     assert wrap_load_checkpoint(max)(**call) == (max, "the model", "optimizer", "scheduler", (), {"strict": False})
-
-
-@pytest.mark.parametrize(("chosen", "relaxed"), [("raise_all", True), ("assume_ok_unexpected", False)])
-def test_what_is_stored_and_not_requested_is_no_error(chosen: str, relaxed: bool) -> None:
-    expected = {"dist_ckpt_strictness": "raise_unexpected"} if relaxed else {}
-    assert strictness(SimpleNamespace(dist_ckpt_strictness=chosen)) == expected
 
 
 @pytest.mark.parametrize(

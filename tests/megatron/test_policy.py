@@ -41,6 +41,10 @@ def stated(**arguments: Any) -> JobArguments:
     return JobArguments.of(arguments, is_complete=False)
 
 
+def model(**arguments: Any) -> JobArguments:
+    return JobArguments.of({"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, **arguments})
+
+
 def whole(inner: Any) -> Chain:
     return Chain([], [(SimpleNamespace(optimizer=inner), None)], [])
 
@@ -60,6 +64,7 @@ FACTS: Mapping[str, dict[str, Any]] = {
         "chain": distributed(SimpleNamespace(param_groups=[{"max_lr": 5e-4}])),
     },
     "new tokens": {"has_new_tokens": True},
+    "another model": {"written": model(qk_layernorm=True), "running": model(qk_layernorm=False)},
     "layer-wise files": {"loop": Loop.LEGACY, "has_own_files": lambda: False},
     "distributed or not": {**IN_PLACE, "chain": whole(torch.optim.Adam([HALF]))},
     "number of groups": {"chain": whole(torch.optim.Adam([HALF])), "has_as_many_groups": lambda: False},

@@ -53,3 +53,12 @@ def test_the_choice_is_the_first_line_of_the_plan(name: str, node: int, memory: 
         first = plan(run, chosen.gpus, gpus_per_node=node, gpu_memory=memory, most=1).layouts[0]
         assert (chosen.sizes, chosen.flags) == (first.sizes, first.flags), gpus
         assert chosen.global_batch_size == first.global_batch_size
+
+
+def test_a_schedule_of_the_batch_is_kept() -> None:
+    """Its job states no global batch, which Megatron would refuse."""
+    stated = {"step_batch_size_schedule": "0:4 1K:12", "global_batch_size": None}
+    for gpus in (3, 6, 8):
+        chosen = choose_layout(fixture_named("p01").run, gpus, arguments=stated)
+        assert chosen.global_batch_size == 12 and 4 % (chosen.sizes["dp"] * chosen.micro_batch_size) == 0
+        assert "global_batch_size" not in chosen.arguments and "--global-batch-size" not in chosen.flags

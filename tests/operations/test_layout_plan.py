@@ -195,6 +195,14 @@ def test_best_layouts_first() -> None:
     assert {one.layout for one in plan(run_folder, 8, pins={"tp": 2, "pp": 2, "vpp": 1}).layouts} == {"TP2 x PP2 x DP2"}
 
 
+def test_no_flag_names_a_global_batch_beside_its_schedule() -> None:
+    """`validate_args` refuses both; the sizes are those of the schedule, whatever the layout of the job was."""
+    stated = {"step_batch_size_schedule": "0:4 1K:12", "global_batch_size": 2}
+    for layout in plan(fixture_named("p10").run, 2, arguments=stated).layouts:
+        assert layout.global_batch_size == 12
+        assert "--micro-batch-size" in layout.flags and "--global-batch-size" not in layout.flags
+
+
 def test_flags_name_every_size() -> None:
     """The flags to paste say the layout, the split of the layers, and the batch."""
     (first, *_) = plan(fixture_named("p22").run, 8, pins={"tp": 2, "pp": 2, "ep": 2, "vpp": 1}).layouts

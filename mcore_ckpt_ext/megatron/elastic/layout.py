@@ -12,6 +12,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of
 from mcore_ckpt_ext.devices import smallest_memory
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -119,13 +120,13 @@ def _fits(arguments: Any, ranks: int) -> bool:
     Raises:
         UsageError: the flags do not give the global batch.
     """
-    if getattr(arguments, "global_batch_size", None) is None:
+    job = JobArguments.of(with_virtual_stages(vars(arguments)))
+    if global_batch_of(job) is None:
         raise UsageError(
             f"{LAYOUT.flag} keeps the global batch, and the job does not state it",
             expected="--global-batch-size",
             hint="give it: without it, Megatron derives the batch from the number of GPUs",
         )
-    job = JobArguments.of(with_virtual_stages(vars(arguments)))
     return own_layout(job, ranks, megatron_version())[1] is None
 
 

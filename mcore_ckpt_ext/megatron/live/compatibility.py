@@ -16,6 +16,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.formats.adapter_order import loop_of, size_ordered_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.differences import SAME_MODEL
+from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.model import NEW, NameFunction, quantization_check
@@ -58,8 +59,7 @@ def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
 
     Source: `_maybe_setup_gpt_to_hybrid_load`, megatron/training/checkpointing.py, core_v0.19.2.
     """
-    was_hybrid = written.hybrid_layer_pattern or written.raw.get("hybrid_override_pattern")
-    return bool(running.hybrid_layer_pattern) and not was_hybrid
+    return bool(running.hybrid_layer_pattern) and not is_hybrid(written)
 
 
 def check_names(checkpoint: CheckpointView, live: set[str]) -> None:

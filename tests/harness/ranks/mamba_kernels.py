@@ -67,7 +67,7 @@ def convolve_and_scan(
         update = (step[..., None] * value)[..., None] * key[..., None, :]
         state = state * (step * decay).exp()[..., None, None] + update
         found.append((state * query[..., None, :]).sum(-1) + D[:, None] * value)
-    return torch.stack(found, dim=1).flatten(2) * functions.silu(gates)
+    return (torch.stack(found, dim=1).flatten(2) * functions.silu(gates)).to(inputs.dtype)
 
 
 def _offer(name: str, **members: Any) -> None:
