@@ -37,6 +37,8 @@ from mcore_ckpt_ext.continuity.sizes import (
     VOCABULARY,
     sizes_of_job,
 )
+from mcore_ckpt_ext.errors import join_some
+from mcore_ckpt_ext.job.differences import differing_arguments
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import (
     AVERAGES_BY_CONTEXT_RANK,
@@ -289,6 +291,21 @@ def differences_of_jobs(written: JobArguments, running: JobArguments, version: V
         version: the release that runs.
     """
     return differences(running, sizes_of_job(written), sizes_of_job(running), version)
+
+
+def comparison_of_jobs(written: JobArguments, running: JobArguments, version: Version) -> str:
+    """Return in one line whether a job computes the same as the one that saved its checkpoint.
+
+    For the arguments see `differences_of_jobs`.
+
+    Returns:
+        The line; empty if neither layout nor model has changed, or if the arguments of the saving job are unknown.
+    """
+    changed = differing_arguments(written, running)
+    if not written.is_complete or (sizes_of_job(written) == sizes_of_job(running) and not changed):
+        return ""
+    sentence = sentence_of(differences_of_jobs(written, running, version))
+    return f"other arguments of the model: {join_some(changed)}; apart from them: {sentence}" if changed else sentence
 
 
 def is_same_training(differences: Iterable[Difference]) -> bool:

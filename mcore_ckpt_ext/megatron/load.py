@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agree
-from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of
-from mcore_ckpt_ext.continuity.sizes import sizes_of_job
+from mcore_ckpt_ext.continuity.mathematics import comparison_of_jobs
 from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
@@ -168,14 +167,6 @@ class _LoadCall:
             return ""
         return f"{_ANEW} from --seed and iteration {iteration}"
 
-    def _mathematics(self) -> str:
-        """Return what the job computes otherwise than the one that saved, for the summary."""
-        written = self._resume.checkpoint.job.arguments()
-        old, new = map(sizes_of_job, (written, self._resume.running))
-        if not written.is_complete or old == new:
-            return ""
-        return sentence_of(differences(self._resume.running, old, new, megatron_version()))
-
     def _continue_data(self) -> None:
         """Continue the data in its order, and log where that fails, unless a summary has."""
         data = self._resume.data
@@ -298,8 +289,9 @@ class _LoadCall:
         reason = ": --no-load-rng" if self._arguments.no_load_rng else ", as in stock Megatron on a changed layout"
         random_states = self._seed_again(rank.result, lacking=lacking) or (f"{_ANEW}{reason}" if lacking else "")
         data = resume.data.sentence if resume.data is not None else ""
+        training = comparison_of_jobs(resume.checkpoint.job.arguments(), resume.running, megatron_version())
         self._has_filled = True
-        parts = [str(rank.summary), grown, random_states, data, self._mathematics()]
+        parts = [str(rank.summary), grown, random_states, data, training]
         announce("; ".join(filter(None, parts)), each_time=True)
         return rank.result, rank.master_check(resume.checkpoint)
 

@@ -38,6 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         turn("aux, same", _DP4, _AUX, *_ONE, load="aux"),
         turn("aux, TP2", _TP2, _AUX, *_ONE, load="aux"),
         turn("aux, micro batch", _DP4, _AUX, *_TWO, load="aux"),
+        turn("aux, epsilon", _TP2, _AUX, *_ONE, "--norm-epsilon", "1e-3", load="aux"),
         turn("global", _DP4, _GLOBAL, *_ONE),
         turn("global, same", _DP4, _GLOBAL, *_ONE, load="global"),
         turn("global, TP2", _TP2, _GLOBAL, *_ONE, load="global"),
@@ -58,6 +59,8 @@ def test_the_computation_differs_where_the_table_says_so(results: Results, base:
 
 def test_the_summary_says_it(results: Results) -> None:
     assert results.job("aux, TP2").summary.string.endswith(f"; {SAME_TRAINING}")
+    other = "; other arguments of the model: layernorm_epsilon 1e-05, now 0.001; apart from them: "
+    assert results.job("aux, epsilon").summary.string.endswith(f"{other}{SAME_TRAINING}")
     said = results.job("global, TP2").summary.string
     assert "; not the same training: --moe-router-load-balancing-type global_aux_loss: each micro batch is" in said
 
