@@ -17,7 +17,7 @@ from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.checkpoints import everything_in
-from tests.harness.jobs import OFF, SAVED, differing, resume, train_and_save
+from tests.harness.jobs import OFF, RANK_SCRIPTS, SAVED, differing, resume, train_and_save
 from tests.harness.layouts import SEQUENCE, Layout, expert_sizes
 from tests.harness.models import GATED, GATED_EXPERTS
 from tests.harness.rehearsals import rehearsal_of_resume
@@ -31,6 +31,7 @@ DECOUPLED = ["--decoupled-lr", "5e-4", "--decoupled-min-lr", "5e-5"]
 WIDER = ["--hidden-size", "64"]
 LARGER = [*WIDER, "--untie-embeddings-and-output-weights"]
 HIGH_BANDWIDTH = ("--ddp-pad-buckets-for-high-nccl-busbw",)
+FREEZE = RANK_SCRIPTS / "freeze.py"
 ACCOUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
 
@@ -101,7 +102,7 @@ CASES = {
     "multi-token prediction with experts": Case(
         [*GATED_EXPERTS, "--mtp-num-layers", "1"], Layout(1, 2, 4, more=expert_sizes(2, 1)), [Layout(1, 1, 2)]
     ),
-    "frozen parameters": Case([], Layout(1, 2, 4), [Layout(2, 2, 4), Layout(1, 1, 2)], ("freeze.py",), True),
+    "frozen parameters": Case([], Layout(1, 2, 4), [Layout(2, 2, 4), Layout(1, 1, 2)], (FREEZE,), True),
 }  # fmt: skip
 
 
