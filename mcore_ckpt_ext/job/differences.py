@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, format_value, join_some
 from mcore_ckpt_ext.job.arguments.model import ModelTable
 from mcore_ckpt_ext.job.arguments.other import OtherTable
 from mcore_ckpt_ext.job.arguments.row import NOTHING, Changes, rows_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.model_arguments import complete
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 
 SAME_MODEL = "resume with the model arguments that the checkpoint was written with"
 """The hint of errors about parameters that only one of the two models has, or with another shape."""
@@ -29,7 +30,7 @@ def differing_arguments(written: JobArguments, running: JobArguments) -> list[st
         return []  # one of them is not fully described
     texts = []
     for name, row in _ROWS.items():
-        before, now = (source.get(name) for source in sources)
+        before, now = (_value(source, name) for source in sources)
         conditions = row.effect.only_with if isinstance(row.effect, Changes) else ()
         has_effect = not conditions or any(
             condition.holds(source.get) for condition in conditions for source in sources
@@ -37,6 +38,16 @@ def differing_arguments(written: JobArguments, running: JobArguments) -> list[st
         if name in written.raw and name in running.raw and before != now and has_effect:
             texts.append(f"{name} {format_value(before)}, now {format_value(now)}")
     return texts
+
+
+def _value(source: ModelArguments, name: str) -> Any:
+    """Return the value of an argument as newer releases record it.
+
+    Since core_v0.12 Megatron sets `add_qkv_bias` with `add_bias_linear`, either of which gives these biases
+    (`validate_args`, megatron/training/arguments.py, core_v0.12.1 to 0.19.2; `SelfAttention`, attention.py).
+    """
+    value = source.get(name)
+    return source.get("add_bias_linear") or value if name == "add_qkv_bias" else value
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from mcore_ckpt_ext.optimizers.stock_failures import (
     SETTINGS_OF_FUSED_ADAM,
     SHIFTED_PARAMETERS,
 )
-from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
+from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names, stock_can_load
 
 WITHOUT_RANDOM_STATES = "without the random states, some of which it would not find"
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
@@ -229,7 +229,9 @@ CHECKS: tuple[Check, ...] = (
         "another model",
         "it leaves out parameters that only the checkpoint has; without those that it lacks, some ranks fail",
         "StrictHandling, megatron/core/dist_checkpointing/validation.py, 0.8.0 to 0.19.2",
-        lambda facts: facts.changes_model and not _keeps_quantized_masters(facts),
+        lambda facts: (
+            shows_names(facts.optimizer_format) and facts.changes_model and not _keeps_quantized_masters(facts)
+        ),
         loops=(Loop.MEGATRON,),
     ),
     Check(

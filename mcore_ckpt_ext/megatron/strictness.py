@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 
 _ARGUMENT = "dist_ckpt_strictness"
-_RETURNING = {"return_unexpected": "log_unexpected", "return_all": "log_all"}
+_RETURNING = ("return_unexpected", "return_all")
 
 
 def strictness(arguments: Any) -> dict[str, str]:
@@ -42,7 +42,7 @@ def refuse_returning(arguments: Any, folder: Path) -> None:
     raise UsageError(
         "Megatron's own loop cannot load with this strictness, whose result has another form",
         found=f"--dist-ckpt-strictness {strict}",
-        expected=f"--dist-ckpt-strictness {_RETURNING[strict]}",
+        expected=f"--dist-ckpt-strictness {strict.replace('return', 'log')}",
         where=str(folder),
         hint="what it would return is then in the log",
     )

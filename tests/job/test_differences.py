@@ -24,3 +24,11 @@ def test_other_errors_and_equal_models_keep_their_hint() -> None:
         with pytest.raises(ModelMismatchError) as caught, naming_differences(WRITTEN, running):
             raise ModelMismatchError("a parameter", hint=hint)
         assert caught.value.details == {"hint": hint}
+
+
+def test_biases_of_queries_that_older_releases_did_not_record_are_no_difference() -> None:
+    """Megatron 0.8 has them without saying so, where all linears have biases."""
+    written, running = (WRITTEN.replace(add_bias_linear=True, add_qkv_bias=stated) for stated in (False, True))
+    assert differing_arguments(written, running) == []
+    without = [job.replace(add_bias_linear=False) for job in (written, running)]
+    assert differing_arguments(*without) == ["add_qkv_bias False, now True"]

@@ -64,7 +64,11 @@ FACTS: Mapping[str, dict[str, Any]] = {
         "chain": distributed(SimpleNamespace(param_groups=[{"max_lr": 5e-4}])),
     },
     "new tokens": {"has_new_tokens": True},
-    "another model": {"written": model(qk_layernorm=True), "running": model(qk_layernorm=False)},
+    "another model": {
+        "optimizer_format": "fully_reshardable",
+        "written": model(qk_layernorm=True),
+        "running": model(qk_layernorm=False),
+    },
     "layer-wise files": {"loop": Loop.LEGACY, "has_own_files": lambda: False},
     "distributed or not": {**IN_PLACE, "chain": whole(torch.optim.Adam([HALF]))},
     "number of groups": {"chain": whole(torch.optim.Adam([HALF])), "has_as_many_groups": lambda: False},
