@@ -11,7 +11,7 @@ from mcore_ckpt_ext.job.arguments.model import ModelTable
 from mcore_ckpt_ext.job.arguments.other import OtherTable
 from mcore_ckpt_ext.job.arguments.row import NOTHING, Changes, rows_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete, has_experts
 
 SAME_MODEL = "resume with the model arguments that the checkpoint was written with"
 """The hint of errors about parameters that only one of the two models has, or with another shape."""
@@ -41,13 +41,18 @@ def differing_arguments(written: JobArguments, running: JobArguments) -> list[st
 
 
 def _value(source: ModelArguments, name: str) -> Any:
-    """Return the value of an argument as newer releases record it.
+    """Return the value of an argument in one form, whatever release or script has written it.
 
     Since core_v0.12 Megatron sets `add_qkv_bias` with `add_bias_linear`, either of which gives these biases
-    (`validate_args`, megatron/training/arguments.py, core_v0.12.1 to 0.19.2; `SelfAttention`, attention.py).
+    (`validate_args`, megatron/training/arguments.py, core_v0.12.1 to 0.19.2; `SelfAttention`, attention.py). Which
+    layers have experts is stated as a number or as a list.
     """
     value = source.get(name)
-    return source.get("add_bias_linear") or value if name == "add_qkv_bias" else value
+    if name == "add_qkv_bias":
+        return source.get("add_bias_linear") or value
+    if name == "moe_layer_freq" and isinstance(value, int) and source.num_layers:
+        return [int(has_experts(source, layer)) for layer in range(source.num_layers)] if source.num_experts else value
+    return list(value) if isinstance(value, (list, tuple)) else value
 
 
 @contextmanager

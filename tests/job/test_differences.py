@@ -32,3 +32,10 @@ def test_biases_of_queries_that_older_releases_did_not_record_are_no_difference(
     assert differing_arguments(written, running) == []
     without = [job.replace(add_bias_linear=False) for job in (written, running)]
     assert differing_arguments(*without) == ["add_qkv_bias False, now True"]
+
+
+def test_layers_with_experts_are_compared_in_either_form() -> None:
+    written = WRITTEN.replace(num_experts=4, moe_layer_freq=2)
+    assert differing_arguments(written, written.replace(moe_layer_freq=[1, 0, 1, 0])) == []
+    (difference,) = differing_arguments(written, written.replace(moe_layer_freq=[0, 1, 0, 1]))
+    assert difference.startswith("moe_layer_freq")

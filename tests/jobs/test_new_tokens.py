@@ -69,7 +69,7 @@ def test_new_tokens_are_refused_and_named(layout: str, turns: Results) -> None:
     assert "MCORE_CKPT_EXT_NEW_TOKENS=keep" in refused.output
     run = turns.folder(f"{layout}, refused").parent / "saved" / "checkpoints"
     sizes = {"tensor": LAYOUTS[layout].tensor, "pipeline": LAYOUTS[layout].pipeline}
-    changes = {"vocab_size": tokens_of(turns), "make_vocab_size_divisible_by": 128}
+    changes = {"vocab_size": TOKENS, "make_vocab_size_divisible_by": 128}
     rehearsed = rehearse(run, 2, with_defaults(sizes), changes=changes)
     assert str(rehearsed.refusal).splitlines()[-1] in refused.output
 
