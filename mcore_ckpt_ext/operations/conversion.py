@@ -28,7 +28,7 @@ from mcore_ckpt_ext.operations.destination import Destination, checked_destinati
 from mcore_ckpt_ext.operations.execution import LocalExecution, RemoteExecution
 from mcore_ckpt_ext.operations.options import ConversionOptions, Location
 from mcore_ckpt_ext.operations.output_planning import lay_out
-from mcore_ckpt_ext.operations.reading_back import check_links, read_back
+from mcore_ckpt_ext.operations.reading_back import read_back, refuse_replaced_files
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
 from mcore_ckpt_ext.operations.source_checks import source_findings
 from mcore_ckpt_ext.operations.source_notes import copies_notes, source_notes
@@ -207,7 +207,7 @@ class _Conversion:
         findings = [*source_findings(checkpoint, with_optimizer=self.reads_optimizer, incomplete=bool(lost))]
         raise_first_contradiction(checkpoint, (finding for finding in findings if finding.severity == "error"))
         if not self.options.dry_run:
-            run_on_first(team, lambda: check_links(checkpoint.composition.merged_from or [checkpoint]))
+            run_on_first(team, lambda: refuse_replaced_files(checkpoint.composition.merged_from or [checkpoint]))
             if self.reads_optimizer:
                 _check_digests(checkpoint, team)
         return lost, [

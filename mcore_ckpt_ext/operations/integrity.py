@@ -29,7 +29,7 @@ from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_stream, read_file, translate_os_errors
 from mcore_ckpt_ext.storage.checksums import LenientChecksums, verify_array
-from mcore_ckpt_ext.storage.file_digests import changed_checksums, compare_digests, digests_of_checksums
+from mcore_ckpt_ext.storage.file_digests import changed_checksums, compare_digests
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parse_json
 from mcore_ckpt_ext.storage.paths import file_sizes
@@ -76,10 +76,9 @@ def check_links(
     reader: FolderReader, archives: Iterable[Archive], arrays: Iterable[RawArray], results: Results
 ) -> None:
     """Report whole files of another conversion or iteration, if the folder's digests link its files."""
-    if results.links:
-        with suppress(ContentError):  # damage, which the comparison of the checksums themselves reports
-            for file in changed_checksums(results.links, digests_of_checksums(reader, archives, arrays)):
-                results.findings.append(error(FILE_DIGESTS, str(reader.folder / file.name), file.what, file.name))
+    with suppress(ContentError):  # damage, which the comparison of the checksums themselves reports
+        for file in changed_checksums(results.links, reader, archives, arrays):
+            results.findings.append(error(FILE_DIGESTS, str(reader.folder / file.name), file.what, file.name))
 
 
 class StoredChecksums:

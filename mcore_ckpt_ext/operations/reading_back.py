@@ -9,7 +9,7 @@ from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError, q
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.storage.file_digests import changed_checksums, compare_digests, digests_of_checksums
+from mcore_ckpt_ext.storage.file_digests import changed_checksums, digests_of_checksums, recorded_checksums
 from mcore_ckpt_ext.storage.paths import is_remote
 
 
@@ -40,18 +40,15 @@ def read_back(folder: Path, source: CheckpointView, laid_out: OutputPlan) -> dic
     return digests_of_checksums(files.reader, archives, files.raw_arrays())
 
 
-def check_links(checkpoints: Iterable[CheckpointView]) -> None:
+def refuse_replaced_files(checkpoints: Iterable[CheckpointView]) -> None:
     """Refuse a converted folder that holds a whole file of another conversion or iteration.
 
     Raises:
         UnreadableCheckpointError: the checksums in a file are not those that were recorded.
     """
     for files in (checkpoint.files for checkpoint in checkpoints):
-        comparison = compare_digests(files.folder)
-        if comparison is None or not comparison.checksums:
-            continue
-        digests = digests_of_checksums(files.reader, files.archives(), files.raw_arrays())
-        for file in changed_checksums(comparison.checksums, digests):
+        recorded = recorded_checksums(files.folder)
+        for file in changed_checksums(recorded, files.reader, files.archives(), files.raw_arrays()):
             raise UnreadableCheckpointError(
                 "a file of the checkpoint belongs to another one",
                 found=file.what,

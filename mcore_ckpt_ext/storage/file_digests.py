@@ -138,20 +138,45 @@ def digests_of_checksums(
     return {file: _sha256(struct.pack(f"<{len(crcs)}I", *sorted(crcs))) for file, crcs in checksums.items()}
 
 
-def changed_checksums(recorded: Mapping[str, str], digests: Mapping[str, str]) -> list[ChangedFile]:
+def recorded_checksums(folder: Path) -> Mapping[str, str]:
+    """Return the digests of the checksums in each file of a folder; empty without digests of this save.
+
+    Raises:
+        UnreadableCheckpointError: the digests are damaged.
+    """
+    stored = _read(folder)
+    return {} if stored is None or _why_stale(folder, stored) else stored["checksums"]
+
+
+def changed_checksums(
+    recorded: Mapping[str, str], reader: FolderReader, archives: Iterable[ByteRange], arrays: Iterable[RawArray]
+) -> list[ChangedFile]:
     """Return the files whose tensors are not those that were written with the other files.
 
     Args:
-        recorded: the digests of the checksums in each file, as they were recorded.
-        digests: those of the files now.
+        recorded: the digests of the checksums in each file; nothing is read of files without one.
+        reader: reads the folder, like the rest as in `digests_of_checksums`.
+        archives: torch archives of the folder.
+        arrays: bare arrays of the folder.
+
+    Raises:
+        UnreadableCheckpointError: an archive cannot be read.
     """
+    expected = {name: digest for name, digest in recorded.items() if digest != _UNKNOWN}
+    if not expected:
+        return []
+    digests = digests_of_checksums(
+        reader,
+        (archive for archive in archives if archive[0] in expected),
+        (array for array in arrays if array.file in expected),
+    )
     difference = (
         f"its tensors are not those that were written with the other files; if that is meant, remove {FILE_NAME}"
     )
     return [
         ChangedFile(name, difference, editable=False)
-        for name, digest in recorded.items()
-        if digest not in (_UNKNOWN, digests.get(name))
+        for name, digest in expected.items()
+        if digests.get(name) != digest
     ]
 
 

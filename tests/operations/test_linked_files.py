@@ -15,7 +15,8 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.operations.findings import FILE_DIGESTS
-from mcore_ckpt_ext.storage.file_digests import FILE_NAME
+from mcore_ckpt_ext.storage.file_digests import FILE_NAME, changed_checksums
+from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import fixture_named
 
@@ -72,3 +73,11 @@ def test_a_file_of_another_conversion_is_found(name: str, sources: tuple[Path, P
             mcore_ckpt_ext.convert(ours, tmp_path / "converted", Canonical())
         (ours / file).write_bytes(kept)
     assert mcore_ckpt_ext.verify(ours).sound
+
+
+def test_of_files_without_a_record_no_archive_is_opened(tmp_path: Path) -> None:
+    """As in a store, where each would be two requests."""
+    unreadable = [("__0_0.distcp", 0, 1)]  # no file is there
+    assert changed_checksums({"__0_0.distcp": "0" * 64}, FolderReader(tmp_path), unreadable, []) == []
+    with pytest.raises(CheckpointError):
+        changed_checksums({"__0_0.distcp": "1" * 64}, FolderReader(tmp_path), unreadable, [])
