@@ -33,6 +33,7 @@ from mcore_ckpt_ext.megatron.live.model import Chunks, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING, plan_rank
 from mcore_ckpt_ext.megatron.live.reading import Reading
+from mcore_ckpt_ext.megatron.live.recorded_groups import packs_otherwise
 from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions, changed_padding
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER
@@ -136,10 +137,9 @@ class LiveRank:
         """Number of tensor bytes that this rank reads."""
         return sum(plan.bytes_read for plan in self.reading.plans)
 
-    @property
-    def filled_elements(self) -> int:
-        """Number of elements of this rank's memory that the checkpoint does not have."""
-        return sum(fill.stop - fill.start for plan in self.reading.plans for fill in plan.fills)
+    def packs_otherwise(self, recorded: Mapping[tuple[int, int], str]) -> bool:
+        """Return True if a sidecar gives parameters other places in this rank's buffers."""
+        return packs_otherwise(recorded, self._chunks, self._optimizer)
 
     def read_model(self, resume: Resume) -> RankSummary:
         """Read the live model and optimizer, and return the summary for the other ranks."""

@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ from mcore_ckpt_ext.megatron.load_assessment import (
     explain,
     lacks_random_states,
     refuse_another_kind,
-    with_order_compared,
 )
 from mcore_ckpt_ext.megatron.load_phases import CHECKING, COMPLETENESS, DECIDING, LOOKING, RESUMING, MegatronResume
 from mcore_ckpt_ext.megatron.load_session import LoadSession, running_load
@@ -208,16 +206,9 @@ class _LoadCall:
 
     def _decide(self) -> LoadAssessment | None:
         """Decide who loads the optimizer; None if there is none that this package could fill. Collective."""
-        resume = self._resume
-        perform(DECIDING, resume, self._rank)
-        assessment = resume.assessment
-        if assessment is None:
-            return None
-        resume.session = resume.session.with_folder(assessment.folder)
-        if assessment.decision.is_stock and not assessment.is_presented:
-            decision = with_order_compared(assessment.decision, resume.session, lambda: self._chunks, self._optimizer)
-            resume.assessment = assessment = replace(assessment, decision=decision)
-        explain(assessment.decision, assessment.folder)
+        perform(DECIDING, self._resume, self._rank)
+        if (assessment := self._resume.assessment) is not None:
+            explain(assessment.decision, assessment.folder)
         return assessment
 
     def _call_original(self, *, is_moved: bool = False) -> Any:

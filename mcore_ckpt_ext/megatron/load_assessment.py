@@ -9,25 +9,20 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.collectives import agree, attempt, is_first_rank
+from mcore_ckpt_ext.collectives import agree, is_first_rank
 from mcore_ckpt_ext.errors import escape
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
-from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.sidecar import order_digests
 from mcore_ckpt_ext.megatron.decision_facts import RunningJob, decision_on, facts_of
 from mcore_ckpt_ext.megatron.live.compatibility import another_kind_of_optimizer, check_optimizer_was_saved
-from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, is_another_kind, kind_named
-from mcore_ckpt_ext.megatron.live.sidecar_writer import recorded_groups
-from mcore_ckpt_ext.megatron.load_facts import LoadFacts
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
+from mcore_ckpt_ext.megatron.policy import LoadDecision
 from mcore_ckpt_ext.megatron.random_states import grid_may_differ, random_states_are_lacking, random_states_are_too_few
 from mcore_ckpt_ext.megatron.run_folder import detects_format
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.optimizers.table import may_be_shifted, shows_names
+from mcore_ckpt_ext.optimizers.table import may_be_shifted
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
 from mcore_ckpt_ext.patching.overrides import Scope
 from mcore_ckpt_ext.settings import EXPLAIN
@@ -85,49 +80,10 @@ def assess(
     return LoadAssessment(session.folder, replace(decision, omits_random_states=lacking), is_presented=common is None)
 
 
-def with_order_compared(
-    decision: LoadDecision, session: LoadSession, chunks: Callable[[], Chunks], optimizer: Any
-) -> LoadDecision:
-    """Decide again if arrays have no parameter names and the sidecar has another order. Collective."""
-    if not decision.is_stock or shows_names(decision.optimizer_format):
-        return decision
-    facts = LoadFacts(
-        decision.loop,
-        megatron_version(),
-        decision.optimizer_format,
-        decision.is_moved,
-        is_packed_otherwise=packs_otherwise(session, chunks, optimizer),
-    )
-    return replace(decide(facts), omits_random_states=decision.omits_random_states)
-
-
 def explain(decision: LoadDecision, folder: Path) -> None:
     """Print a decision if MCORE_CKPT_EXT_EXPLAIN is set."""
     if EXPLAIN.value and is_logging_rank():
         own_logger().info("%s: %s", escape(str(folder)), decision)
-
-
-def packs_otherwise(session: LoadSession, chunks: Callable[[], Chunks], optimizer: Any) -> bool:
-    """Return True if the sidecar, if any, gives parameters other places in the buffers. Collective.
-
-    It matters only if arrays do not have the names of parameters. Other parameters may be trained, or their modules
-    registered in another order. Under an unchanged layout stock Megatron then mixes up the state of parameters of equal
-    size. With remainders no comparison would reveal it: every pair of a weight and a remainder forms a valid master.
-    """
-
-    def recorded_order() -> Mapping[tuple[int, int], str] | None:
-        # The sidecar's layout is not compared: its order is compared with the live one.
-        sidecar = find_sidecar(session.index).sidecar if is_first_rank() else None
-        return None if sidecar is None else order_digests(sidecar.groups)
-
-    def differs() -> bool:
-        live_orders: dict[tuple[int, int], str] = {}
-        # Stock Megatron may load kinds of optimizers that this package does not support.
-        attempt(lambda: live_orders.update(order_digests(recorded_groups(chunks(), optimizer))))
-        return any(recorded_orders.get(group, order) != order for group, order in live_orders.items())
-
-    recorded_orders = agree(_PHASE, recorded_order)[0] or {}
-    return bool(recorded_orders) and any(agree(_PHASE, differs))
 
 
 def assess_live(

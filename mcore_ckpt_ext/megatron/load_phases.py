@@ -11,12 +11,11 @@ from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
+from mcore_ckpt_ext.megatron.decision_phases import ASSESSMENT, PARAMETER_ORDER, AssessedResume
 from mcore_ckpt_ext.megatron.energon_states import SavedStates, add_loader_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
-from mcore_ckpt_ext.megatron.live.resume import Resume
-from mcore_ckpt_ext.megatron.load_assessment import LoadAssessment
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens, refusal, zeros_message
@@ -32,7 +31,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 
 
 @dataclass
-class MegatronResume(Resume):
+class MegatronResume(AssessedResume):
     """One load by Megatron's own loop, as far as its phases have brought it; it may be of weights alone.
 
     Attributes:
@@ -50,7 +49,6 @@ class MegatronResume(Resume):
         changes_grid: True if tensor or pipeline parallel size has changed, so that no rank finds its random state.
         loader_states: the states with which the data loader of a script goes on; None if it has none.
         is_local: True if the load takes a local non-persistent checkpoint, which only stock Megatron loads.
-        assessment: who loads the optimizer, and why; None before it is decided, and if there is none.
     """
 
     arguments: Any = None
@@ -67,7 +65,6 @@ class MegatronResume(Resume):
     changes_grid: bool = field(default=False, init=False)
     loader_states: SavedStates | None = field(default=None, init=False)
     is_local: bool = field(default=False, init=False)
-    assessment: LoadAssessment | None = field(default=None, init=False)
 
     @property
     def tokens(self) -> range:
@@ -180,10 +177,6 @@ def _take_locality(resume: MegatronResume, performer: Any, answers: Sequence[boo
     resume.is_local = any(answers)
 
 
-def _take_assessment(resume: MegatronResume, performer: Any, assessments: Sequence[LoadAssessment | None]) -> None:
-    resume.assessment = next((assessment for assessment in assessments if assessment is not None), None)
-
-
 LOOKING = (
     Phase("looking at what is to be loaded", Who.FIRST_RANK, _probe, collect=_take_probe),
     Phase(
@@ -228,12 +221,8 @@ DECIDING = (
         lambda resume, performer: performer.needs_presentation(resume),
         collect=_take_presentation,
     ),
-    Phase(
-        "looking at the checkpoint",
-        Who.EACH_RANK,
-        lambda resume, performer: performer.assess(resume),
-        collect=_take_assessment,
-    ),
+    ASSESSMENT,
+    *PARAMETER_ORDER,
 )
 """Who loads the optimizer?"""
 RESUMING = (

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Container
 from typing import Any
 
-from mcore_ckpt_ext.megatron.core_load import serves
+from mcore_ckpt_ext.megatron.core_facts import serves
 from mcore_ckpt_ext.patching.overrides import overridden, scope_of
 from mcore_ckpt_ext.patching.patch_point import Function
 

@@ -169,6 +169,10 @@ class SimulatedRanks:
         self.assessment = assessment if is_simulated else None
         return assessment
 
+    def packs_otherwise(self, recorded: Mapping[tuple[int, int], str]) -> bool:
+        """Return False: the simulated model is the checkpoint's own, in its order."""
+        return False
+
     def read_model(self, resume: Resume) -> RankSummary:
         """Return the summary of the model, which is the checkpoint's own."""
         return self._simulated_job(resume.session.checkpoint).view

@@ -16,8 +16,8 @@ from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.additive_digest import format_digest
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
-from mcore_ckpt_ext.megatron import load_assessment
-from mcore_ckpt_ext.megatron.load_assessment import packs_otherwise
+from mcore_ckpt_ext.megatron import decision_phases
+from mcore_ckpt_ext.megatron.decision_phases import PARAMETER_ORDER, AssessedResume
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, SharedIndex, read_index_digest
@@ -128,13 +128,11 @@ def test_damage_is_not_mistaken_for_a_stale_sidecar(remainders: Fixture) -> None
 
 
 def test_a_live_order_is_not_compared_with_a_stale_one(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    monkeypatch.setattr(load_assessment, "order_digests", lambda groups: read.append("order") or {})
-    packs_otherwise(LoadSession(remainders.iteration), list, None)
-    assert read == ["order"]
+    monkeypatch.setattr(decision_phases, "order_digests", lambda groups: "its order")
+    reading, _ = PARAMETER_ORDER
+    assert reading.work(AssessedResume(LoadSession(remainders.iteration), JobArguments.of({}))) == "its order"
     edit(remainders, lambda content: content.update(index="0" * 32))
-    assert not packs_otherwise(LoadSession(remainders.iteration), list, None)
-    assert read == ["order"]
+    assert not reading.work(AssessedResume(LoadSession(remainders.iteration), JobArguments.of({})))
 
 
 def test_an_index_that_is_gone_binds_nothing(tmp_path: Path, remainders: Fixture) -> None:

@@ -15,12 +15,12 @@ from mcore_ckpt_ext.layout.sidecar import (
     RecordedBucket,
     RecordedDigests,
     RecordedGroup,
-    RecordedParameter,
     SaveRecord,
     Sidecar,
 )
-from mcore_ckpt_ext.megatron.live.digests import Digester, first_instances
-from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter, live_parameters
+from mcore_ckpt_ext.megatron.live.digests import Digester
+from mcore_ckpt_ext.megatron.live.model import Chunks
+from mcore_ckpt_ext.megatron.live.recorded_groups import recorded_groups
 from mcore_ckpt_ext.megatron.running_version import version_text
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.singletons import PROCESS
@@ -125,38 +125,6 @@ def packing_recorder() -> PackingRecorder:
     # After a plus sign Megatron appends the commit of the git repository that contains it.
     megatron = version_text().partition("+")[0]
     return PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))
-
-
-def recorded_groups(chunks: Chunks, optimizer: Any) -> list[RecordedGroup]:
-    """Return this rank's part of the sidecar: the groups of which it is the first data-parallel rank.
-
-    Attributes used, present from core_v0.7.0 to 0.19.2: `buffers`, `data_parallel_group_idx` of the
-    DistributedOptimizer; `param_index_map`, `buckets` of its buffers (param_and_grad_buffer.py).
-    """
-    writers = [item for item in first_instances(optimizer) if item[1].data_parallel_group.rank() == 0]
-    live = live_parameters(chunks) if writers else {}
-    return [
-        RecordedGroup(number, (child.data_parallel_group_idx,), tuple(_buckets(child, live)))
-        for number, child in writers
-    ]
-
-
-def _buckets(optimizer: Any, live: Mapping[int, LiveParameter]) -> Iterable[RecordedBucket]:
-    for index, buffer in enumerate(optimizer.buffers):
-        for bucket in buffer.buckets:
-            parameters = [
-                RecordedParameter(live[id(parameter)].regions[0].name, start - bucket.offset, stop - bucket.offset)
-                for parameter, (start, stop, bucket_id) in buffer.param_index_map.items()
-                if bucket_id == bucket.bucket_id
-            ]
-            yield RecordedBucket(
-                buffer=index,
-                dtypes=str((buffer.param_dtype, buffer.grad_dtype)),
-                bucket=bucket.bucket_id,
-                numel=bucket.grad_data.numel(),
-                numel_unpadded=bucket.numel_unpadded,
-                parameters=tuple(sorted(parameters, key=lambda parameter: parameter.start)),
-            )
 
 
 def merge_groups(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:

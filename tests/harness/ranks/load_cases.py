@@ -220,7 +220,7 @@ def _same_objects(given: tuple[Any, ...], call: tuple[Any, ...]) -> bool:
 def _counters(resume: Any, rank: LiveRank) -> dict[str, Any]:
     return {
         "planned_bytes": rank.bytes_read,
-        "filled_elements": rank.filled_elements,
+        "filled_elements": sum(fill.stop - fill.start for plan in rank.reading.plans for fill in plan.fills),
         "read_bytes": resume.checkpoint.files.reader.bytes_read,
     }
 
