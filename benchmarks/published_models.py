@@ -98,6 +98,7 @@ def _sizes_of(model: Row) -> dict[str, Any]:
         "swiglu": bool(model["gated_mlp"]), "add_bias_linear": is_classic,
         "untie_embeddings_and_output_weights": not model["tied_embeddings"],
         "position_embedding_type": "learned_absolute" if is_classic else "rope",
+        "qk_layernorm": model["name"].startswith("Qwen3"),
         "normalization": "LayerNorm" if is_classic else "RMSNorm",
         "hidden_dropout": 0.1 if is_classic else 0.0, "mtp_num_layers": model["mtp_layers"],
         "max_position_embeddings": 8192,

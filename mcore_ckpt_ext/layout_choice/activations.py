@@ -207,8 +207,10 @@ _Terms = tuple[dict[str, float], set[str], float]
 def _attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
     """Self-attention: the projection of queries, keys and values, their rotated copies, and the output.
 
-    Source: `Attention.forward` (megatron/core/transformer/attention.py). Values are a view of the projection, so all
-    of it stays in addition to the rotated queries and keys.
+    Sources: `Attention.forward` (megatron/core/transformer/attention.py), and `get_qkv_layout`
+    (transformer_engine/pytorch/attention/dot_product_attention/utils.py, v1.3 to v2.18). Values are a view of the
+    projection. The strides of rotated keys differ from theirs, so the fused kernels take a copy of the values, and the
+    projection is freed, unless something else is a view of it, or the inputs of a recomputed kernel are kept.
     """
     tokens = shares.tokens
     ranks = shares.tensor
@@ -227,9 +229,14 @@ def _attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) ->
             dropped.add("scores")
     if sizes.is_latent:
         return _latent(sizes, options, shares, terms, dropped)
-    terms["queries, keys and values"] = 2 * tokens * (sizes.query + 2 * sizes.key) / ranks
     if sizes.rotates:
         terms["rotated queries and keys"] = 2 * tokens * (sizes.query + sizes.key) / ranks
+    if sizes.rotates and not (options.stores_scores or sizes.gates_output or "core_attn" in options.modules):
+        terms["values"] = 2 * tokens * sizes.key / ranks
+        if sizes.normalizes:
+            terms["queries and keys before their norms"] = 2 * tokens * (sizes.query + sizes.key) / ranks
+    else:
+        terms["queries, keys and values"] = 2 * tokens * (sizes.query + 2 * sizes.key) / ranks
     return terms, dropped, 2 * tokens * (sizes.query + 2 * sizes.key + sizes.value) / ranks
 
 
@@ -253,9 +260,12 @@ def _latent(
 
 
 def _linear_attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
-    """Gated delta net: the projection, its convolution, normalized keys and queries, and the output.
+    """Gated delta net: the projection, normalized queries and keys, what the kernel takes, and the output.
 
-    Source: `GatedDeltaNet.forward` (megatron/core/ssm/gated_delta_net.py, core_v0.16.0 to 0.19.2).
+    Sources: `GatedDeltaNet.forward` (megatron/core/ssm/gated_delta_net.py, core_v0.16.0 to 0.19.2), which repeats
+    queries and keys for all heads of values; `ChunkGatedDeltaRuleFunction` (fla/ops/gated_delta_rule/chunk.py), which
+    keeps what it takes and a matrix of 64 columns for each head; `L2NormFunction` (fla/modules/l2norm.py). The output's
+    gate multiplies its norm, so that autograd keeps the norm.
     """
     tokens = shares.tokens
     ranks = shares.tensor
@@ -264,26 +274,29 @@ def _linear_attention(sizes: ModelSizes, options: ActivationOptions, shares: Sha
     mixed = 2 * key + value
     terms = {
         "projection": 2 * tokens * (mixed + value) / ranks,
-        "convolution": 2 * tokens * mixed / ranks,
+        "normalized queries and keys": 2 * tokens * 2 * key / ranks,
         "queries, keys and values": 2 * tokens * (2 * value + value) / ranks,
-        "output and its norm": 4 * tokens * value / ranks,
+        "kernel": 2 * tokens * 64 * sizes.linear_value_heads / ranks,
+        "output": 2 * tokens * value / ranks,
+        "norm of the output": (2 + options.linear_input) * tokens * value / ranks,
     }
-    dropped = {"output and its norm"} if "gdn_norm_out" in options.modules else set()
+    dropped = {"norm of the output"} if "gdn_norm_out" in options.modules else set()
     return terms, dropped, 2 * tokens * (mixed + 2 * value) / ranks
 
 
 def _mamba(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
     """Mamba: the projection, from which the scan recomputes the rest, and its outputs.
 
-    Source: `MambaMixer._ssm_training` (megatron/core/ssm/mamba_mixer.py), `mamba_split_conv1d_scan_combined`
-    (mamba_ssm/ops/triton/ssd_combined.py).
+    Source: `MambaMixer._ssm_training` (megatron/core/ssm/mamba_mixer.py, core_v0.12.0 to 0.19.2),
+    `MambaSplitConv1dScanCombinedFn` (mamba_ssm/ops/triton/ssd_combined.py, v2.2.6 to v2.3.2). The scan keeps its output
+    before the gate, the norm that after it, and the second projection that of the norm.
     """
-    del options
     tokens = shares.tokens
     ranks = shares.tensor
     terms = {
         "projection": 2 * tokens * sizes.mamba_input / ranks,
-        "output and its norm": 4 * tokens * sizes.mamba_inner / ranks,
+        "output before and after the gate": 4 * tokens * sizes.mamba_inner / ranks,
+        "norm of the output": options.linear_input * tokens * sizes.mamba_inner / ranks,
     }
     return terms, set(), 2 * tokens * (sizes.mamba_input + sizes.mamba_inner) / ranks
 

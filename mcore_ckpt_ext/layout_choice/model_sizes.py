@@ -39,12 +39,15 @@ class ModelSizes:
         key_rank: width of the compressed keys of latent attention, with their rotary part.
         is_latent: whether attention is latent (`--multi-latent-attention`).
         rotates: whether positions are rotary, which keeps rotated copies of queries and keys.
+        normalizes: whether queries and keys are normalized (`--qk-layernorm`, `--qk-l2-norm`).
+        gates_output: whether the output of attention has a gate, which is projected with the queries.
         gates: 2 if the first projection of an MLP also contains a gate, otherwise 1.
         expert_width: width of what experts take, `hidden` or `--moe-latent-size`.
         mamba_input: width of the input projection's result in a Mamba layer.
         mamba_inner: width of a Mamba layer's state space.
         linear_key: width of all key heads of linear attention.
         linear_value: width of all value heads of linear attention.
+        linear_value_heads: number of value heads of linear attention.
         predicted: number of layers for multi-token prediction.
     """
 
@@ -58,6 +61,8 @@ class ModelSizes:
     key_rank: int
     is_latent: bool
     rotates: bool
+    normalizes: bool
+    gates_output: bool
     feed_forward: int
     gates: int
     experts: int
@@ -69,6 +74,7 @@ class ModelSizes:
     mamba_inner: int
     linear_key: int
     linear_value: int
+    linear_value_heads: int
     predicted: int
 
     @classmethod
@@ -102,6 +108,8 @@ class ModelSizes:
             key_rank=(job.kv_lora_rank or 32) + rotated if is_latent else 0,
             is_latent=is_latent,
             rotates=is_latent or job.position_embedding_type in ("rope", "yarn", "mrope"),
+            normalizes=bool(job.qk_layernorm or job.raw.get("qk_l2_norm")),
+            gates_output=bool(job.attention_output_gate),
             feed_forward=feed_forward,
             gates=2 if is_gated(job) else 1,
             experts=job.num_experts or 0,
@@ -113,6 +121,7 @@ class ModelSizes:
             mamba_inner=inner,
             linear_key=_linear_width(job, "key", 16) if is_delta_net else 0,
             linear_value=_linear_width(job, "value", 32) if is_delta_net else 0,
+            linear_value_heads=number_of(job, "linear_num_value_heads", 32) if is_delta_net else 0,
             predicted=job.mtp_num_layers or 0,
         )
 

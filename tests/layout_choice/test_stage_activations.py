@@ -55,6 +55,32 @@ def test_a_layer_follows_the_paper(tensor: int) -> None:
     assert kept(recomputed) == unit * 34 / tensor and recomputed[0].recomputed == scores
 
 
+def test_rotated_queries_and_keys_are_kept_instead_of_the_projection() -> None:
+    """Transformer Engine copies the values, of which the projection would otherwise be kept as a whole."""
+    unit = 64 * 2 * 96
+    rotary = {"position_embedding_type": "rope"}
+    assert kept(layer(1, 1, **rotary)) == unit * 34
+    normalized = layer(1, 1, qk_layernorm=True, **rotary)
+    assert kept(normalized) == unit * (34 + 4)
+    for holds_projection in ({"transformer_impl": "local", "recompute_granularity": "selective"},
+                             {"recompute_granularity": "selective"}, {"attention_output_gate": True}):  # fmt: skip
+        more = 4 if "attention_output_gate" in holds_projection else 0  # the gates, and a copy that stays
+        assert kept(layer(1, 1, **rotary, **holds_projection)) == unit * (34 + 4 + more)
+
+
+@pytest.mark.parametrize(("fp8", "norm"), [(None, 2), ("hybrid", 1)])
+def test_mamba_keeps_its_output_before_and_after_the_gate_and_its_norm(fp8: str | None, norm: int) -> None:
+    job = JobArguments.of(SIZES | {"hybrid_layer_pattern": "M", "is_hybrid_model": True, "fp8": fp8})
+    sizes = ModelSizes.of(job)
+    terms = terms_of(
+        Part.MAMBA, sizes, ActivationOptions.of(job, Recomputation.NONE), Shares(64, 2, 1, 1, 1)
+    ).terms  # fmt: skip
+    tokens = 64 * 2
+    assert terms["projection"] == 2 * tokens * sizes.mamba_input
+    assert terms["output before and after the gate"] == 2 * 2 * tokens * sizes.mamba_inner > 0
+    assert terms["norm of the output"] == norm * tokens * sizes.mamba_inner
+
+
 def test_modules_that_are_recomputed_keep_nothing() -> None:
     """`--recompute-modules` names what is dropped; without it, only the core of attention is."""
     modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
