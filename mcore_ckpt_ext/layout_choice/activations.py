@@ -260,7 +260,7 @@ def _latent(
 
 
 def _linear_attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
-    """Gated delta net: the projection, normalized queries and keys, what the kernel takes, and the output.
+    """Gated delta net: projection, normalized queries and keys, arguments of the kernel, and output.
 
     Sources: `GatedDeltaNet.forward` (megatron/core/ssm/gated_delta_net.py, core_v0.16.0 to 0.19.2), which repeats
     queries and keys for all heads of values; `ChunkGatedDeltaRuleFunction` (fla/ops/gated_delta_rule/chunk.py), which
