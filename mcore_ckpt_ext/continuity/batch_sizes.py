@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.releases import RAMPS_UP_BATCH
+from mcore_ckpt_ext.versions import Version
 
 _SUFFIXES = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 # Ramps of real jobs have some dozens of steps.
@@ -68,15 +70,15 @@ def global_batch_of(job: JobArguments) -> int | None:
     return steps[-1].size if steps else job.global_batch_size
 
 
-def averaged_samples(job: JobArguments) -> float | None:
-    """Return how many samples an iteration averages: the mean over the steps of a schedule.
+def averaged_samples(job: JobArguments, consumed: int = 0) -> float | None:
+    """Return how many samples an iteration averages: the mean over the steps to come of a schedule.
 
     None if it is unknown.
 
     With `--decrease-batch-size-if-needed`, each size is rounded down to a multiple of micro batch x DP (`_round`,
     megatron/core/num_microbatches_calculator.py, core_v0.16.1 and 0.19.2).
     """
-    sizes = [step.size for step in _steps(job)]
+    sizes = [step.size for step in sizes_to_come(job, consumed)]
     if not sizes and job.global_batch_size is not None:
         sizes = [job.global_batch_size]
     share = (job.micro_batch_size or 0) * (job.data_parallel_size or 0)
@@ -86,8 +88,29 @@ def averaged_samples(job: JobArguments) -> float | None:
 
 
 def batch_divisor(job: JobArguments) -> int:
-    """Return the largest divisor of the global batch and every step of its schedule; 0 if it is unknown."""
-    return gcd(global_batch_of(job) or 0, *(step.size for step in _steps(job)))
+    """Return the largest divisor of the global batch and its steps to come; 0 if it is unknown.
+
+    Megatron does not check steps that are past (`update`, in the same module as the schedules).
+    """
+    return math.gcd(
+        global_batch_of(job) or 0, *(step.size for step in sizes_to_come(job, job.consumed_train_samples or 0))
+    )
+
+
+def counts_by_layout(job: JobArguments) -> bool:
+    """Return whether the layout decides how many samples the iterations of flags stand for.
+
+    With `--step-batch-size-schedule`, iterations are multiplied by micro batch x DP (`get_optimizer_param_scheduler`
+    and `get_train_valid_test_num_samples`, megatron/training/training.py, 0.19.2 and the development head of August
+    2026).
+    """
+    return bool(job.step_batch_size_schedule and job.train_iters and not job.train_samples)
+
+
+def run_by(job: JobArguments, version: Version) -> JobArguments:
+    """Return the arguments of a job without a ramp of its batch if its release ignores ramps."""
+    is_ignored = job.rampup_batch_size and not RAMPS_UP_BATCH.is_of(version)
+    return job.replace(rampup_batch_size=None) if is_ignored else job
 
 
 def _steps(job: JobArguments) -> list[BatchSize]:
@@ -117,10 +140,10 @@ def _number(text: str) -> int | None:
 
 
 def _steps_of_ramp(job: JobArguments) -> Iterator[BatchSize]:
-    """Yield the steps of `--rampup-batch-size START INCREMENT SAMPLES`."""
+    """Yield the steps of `--rampup-batch-size START INCREMENT SAMPLES`, if it is not ignored."""
     ramp = job.rampup_batch_size
     largest = job.global_batch_size
-    if not isinstance(ramp, Sequence) or len(ramp) != 3 or largest is None:
+    if not isinstance(ramp, Sequence) or len(ramp) != 3 or largest is None or not RAMPS_UP_BATCH.is_shown_by(job):
         return
     try:
         start, increment, samples = map(int, ramp)
@@ -129,6 +152,25 @@ def _steps_of_ramp(job: JobArguments) -> Iterator[BatchSize]:
     if not 0 < start <= largest or increment <= 0 or (largest - start) // increment > _MOST_STEPS:
         return
     increments = (largest - start) // increment
-    for number in range(increments):
-        yield BatchSize(-(-number * samples // increments), start + number * increment)
-    yield BatchSize(samples + 1 if increments else 0, largest)
+    each = samples / increments if increments else 0.0
+    for number in range(increments + 1):
+        size = largest if number == increments else start + number * increment
+        yield BatchSize(_first_of_step(number, each, samples), size)
+
+
+def _first_of_step(number: int, each: float, samples: int) -> int:
+    """Return the number of consumed samples from which on a step of a ramp applies.
+
+    Megatron divides floats, `int(consumed / each)`, and may come to another integer than the exact quotient.
+
+    Args:
+        number: the number of the step.
+        each: the samples of a step.
+        samples: those of the ramp, after which the last step applies in any case.
+    """
+    first = math.ceil(number * each)
+    while first and each and int((first - 1) / each) >= number:
+        first -= 1
+    while each and first <= samples and int(first / each) < number:
+        first += 1
+    return first

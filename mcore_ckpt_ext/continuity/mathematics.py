@@ -290,7 +290,7 @@ def differences_of_jobs(written: JobArguments, running: JobArguments, version: V
         running: the arguments of the job that resumes it.
         version: the release that runs.
     """
-    return differences(running, sizes_of_job(written), sizes_of_job(running), version)
+    return differences(running, *_sizes_of_jobs(written, running), version)
 
 
 def comparison_of_jobs(written: JobArguments, running: JobArguments, version: Version) -> str:
@@ -302,10 +302,19 @@ def comparison_of_jobs(written: JobArguments, running: JobArguments, version: Ve
         The line; empty if neither layout nor model has changed, or if the arguments of the saving job are unknown.
     """
     changed = differing_arguments(written, running)
-    if not written.is_complete or (sizes_of_job(written) == sizes_of_job(running) and not changed):
+    old, new = _sizes_of_jobs(written, running)
+    if not written.is_complete or (old == new and not changed):
         return ""
     sentence = sentence_of(differences_of_jobs(written, running, version))
     return f"other arguments of the model: {join_some(changed)}; apart from them: {sentence}" if changed else sentence
+
+
+def _sizes_of_jobs(
+    written: JobArguments, running: JobArguments
+) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """Return the sizes of both jobs from the samples on that the first one has consumed."""
+    consumed = written.consumed_train_samples or 0
+    return sizes_of_job(written, consumed), sizes_of_job(running, consumed)
 
 
 def is_same_training(differences: Iterable[Difference]) -> bool:

@@ -17,13 +17,13 @@ PIPELINE = "pipeline size"
 VOCABULARY = "rows of the vocabulary"
 
 
-def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
-    """Return the sizes of a job on which its computation may depend; None for unknown ones."""
+def sizes_of_job(job: JobArguments, consumed: int = 0) -> dict[str, float | None]:
+    """Return the sizes from a position on, on which a job's computation may depend; None if unknown."""
     layout = ParallelLayout.from_arguments(job)
     return sizes_of(
         layout,
         job.micro_batch_size,
-        averaged_samples(job),
+        averaged_samples(job, consumed),
         job.padded_vocab_size,
         divides_sequence=bool(job.raw.get("sequence_parallel")),
     )

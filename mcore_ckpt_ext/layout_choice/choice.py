@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor, global_batch_of
+from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor, global_batch_of, sizes_to_come
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_sizes import number_of
@@ -43,6 +43,12 @@ class Choice:
     def microbatches(self) -> int:
         """Micro batches that each pipeline processes in an iteration."""
         return self.global_batch // (self.micro_batch * self.layout.data)
+
+    @property
+    def batches_to_come(self) -> set[int]:
+        """Global batch sizes: those of the job's schedule from now on if it is kept, and `global_batch`."""
+        steps = sizes_to_come(self.job, self.job.consumed_train_samples or 0) if self.keeps_global_batch else []
+        return {self.global_batch, *(step.size for step in steps)}
 
     @property
     def keeps_global_batch(self) -> bool:

@@ -259,8 +259,8 @@ def _micro_batches(choice: Choice) -> str | None:
     """The global batch is a multiple of the micro batch x DP.
 
     Source: `_build_num_microbatches_calculator` (num_microbatches_calculator.py). With virtual stages, the number of
-    micro batches is a multiple of PP, or `--microbatch-group-size-per-virtual-pipeline-stage` and what remains of it
-    are at least PP (`forward_backward_pipelining_with_interleaving`, schedules.py).
+    micro batches of each step is a multiple of PP, or `--microbatch-group-size-per-virtual-pipeline-stage` and what
+    remains of it are at least PP (`forward_backward_pipelining_with_interleaving`, schedules.py).
     """
     layout = choice.layout
     share = choice.micro_batch * layout.data
@@ -268,15 +268,22 @@ def _micro_batches(choice: Choice) -> str | None:
         return f"global batch {choice.global_batch} is not a multiple of micro batch x DP = {share}"
     if layout.virtual_pipeline == 1:
         return None
+    steps = {size // share for size in choice.batches_to_come}
+    return next((reason for number in sorted(steps) if (reason := _interleaved_batches(choice, number))), None)
+
+
+def _interleaved_batches(choice: Choice, number: int) -> str | None:
+    """Return why virtual stages cannot run a number of micro batches; None if they can."""
+    pipeline = choice.layout.pipeline
     group = choice.microbatch_group
-    batches = quantity(choice.microbatches, "micro batch", "micro batches")
-    if group == layout.pipeline and choice.microbatches % group:
-        return f"with VPP, {batches} must be a multiple of PP {layout.pipeline}"
-    if not layout.pipeline <= group <= choice.microbatches:
-        limits = f"PP {layout.pipeline} to {batches}"
+    batches = quantity(number, "micro batch", "micro batches")
+    if group == pipeline and number % group:
+        return f"with VPP, {batches} must be a multiple of PP {pipeline}"
+    if not pipeline <= group <= number:
+        limits = f"PP {pipeline} to {batches}"
         return f"with VPP, --microbatch-group-size-per-virtual-pipeline-stage {group} must be within {limits}"
-    if 0 < choice.microbatches % group < layout.pipeline:
-        return f"with VPP, {batches} in groups of {group} leave fewer than PP {layout.pipeline}"
+    if 0 < number % group < pipeline:
+        return f"with VPP, {batches} in groups of {group} leave fewer than PP {pipeline}"
     return None
 
 

@@ -14,7 +14,14 @@ _TORCH_FAILURE = "torch.distributed.checkpoint.api:CheckpointException"
 _LOAD_FAILURES = ("megatron.core.dist_checkpointing.core:CheckpointingException", _TORCH_FAILURE)
 
 # The names of each module that the wrappers read. Some have come later: `FIRST_WITH_NAME`, job/release_names.py.
-_READ_BY_SAVES = ("get_args", "unwrap_model", "get_checkpoint_name", "get_checkpoint_tracker_filename")
+_READ_BY_SAVES = (
+    "get_args",
+    "unwrap_model",
+    "get_checkpoint_name",
+    "get_checkpoint_tracker_filename",
+    "schedule_async_save",
+    "megatron.training.async_utils:maybe_finalize_async_save",
+)
 _READ_BY_STATES = ("_load_base_checkpoint", "CheckpointType")
 _READ_BY_LOADS = (
     *_READ_BY_STATES,

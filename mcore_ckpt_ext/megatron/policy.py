@@ -159,7 +159,7 @@ def _trains_views(facts: LoadFacts) -> bool:
     def holds_fp32(child: object) -> bool:
         return any(parameter.dtype == torch.float32 for parameter in getattr(child, "model_param_group_index_map", ()))
 
-    return _is_in_place(facts) and _any(holds_fp32, facts)
+    return (facts.loop is Loop.LEGACY or _is_in_place(facts)) and _any(holds_fp32, facts)
 
 
 def _has_other_count(facts: LoadFacts) -> bool:
@@ -289,8 +289,9 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "fp32 parameters, in place",
         "it copies into views of leaves without no_grad, and fails",
-        f"load_parameter_state_from_dp_reshardable, {_OPTIMIZER}, 0.15.0 to 0.19.2",
+        f"_set_main_param_and_optimizer_states, {_OPTIMIZER}, 0.15.0 to 0.19.2",
         _trains_views,
+        loops=(*_DCP, Loop.LEGACY),
     ),
     Check(
         "layout",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of
+from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of, run_by
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, quantity, reraise_as_unreadable
 from mcore_ckpt_ext.families.passed_arguments import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -173,6 +173,7 @@ def choose_for(
             checkpoint, checkpoint.job.arguments().replace(**_stated_arguments(checkpoint, arguments))
         )
         table = table_of(checkpoint, job)
+    job = run_by(job, version)
     if global_batch_of(job) is None:
         raise UsageError(
             "a job without a global batch size cannot keep it",
@@ -256,7 +257,9 @@ def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -
     """Return Megatron's arguments before validation: what it derives is left out."""
     choice = candidate.choice
     layout = choice.layout
-    derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
+    derived = {"virtual_pipeline_model_parallel_size", "data_parallel_size"}
+    if job.step_batch_size_schedule:
+        derived.add("global_batch_size")
     values = {name: value for name, value in arguments_of(candidate).items() if name not in derived}
     values |= dict.fromkeys(VIRTUAL_STAGE_ARGUMENTS)
     if layout.virtual_pipeline > 1 and not values["pipeline_model_parallel_layout"] and not is_hybrid(job):

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from mcore_ckpt_ext.continuity.batch_sizes import counts_by_layout, sizes_to_come
 from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS, VIRTUAL_STAGE_ARGUMENTS
 from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.releases import RAMPS_UP_BATCH
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
@@ -32,18 +34,22 @@ def arguments_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingPro
         arguments["make_vocab_size_divisible_by"] = divisor
     if _overrides_schedule(choice, changes):
         arguments["override_opt_param_scheduler"] = True
+    if _keeps_stored_schedule(choice, changes):
+        arguments["use_checkpoint_opt_param_scheduler"] = True
     return arguments | dict(changes)
 
 
 def _batch_arguments(choice: Choice) -> dict[str, int]:
     """Return the arguments of the batch, if it is known.
 
-    Megatron refuses both a global batch and a schedule of it (`validate_args`, core_v0.18.0 to 0.19.2).
+    With a schedule of it, Megatron takes micro batch x DP for the global batch (`validate_args`, core_v0.18.0 to
+    0.19.2).
     """
     if batch_of(choice.job)[1] is None:
         return {}
-    whole = {} if choice.job.step_batch_size_schedule else {"global_batch_size": choice.global_batch}
-    return {"micro_batch_size": choice.micro_batch, **whole}
+    share = choice.micro_batch * choice.layout.data
+    whole = share if choice.job.step_batch_size_schedule else choice.global_batch
+    return {"micro_batch_size": choice.micro_batch, "global_batch_size": whole}
 
 
 def _overrides_schedule(choice: Choice, changes: Mapping[str, Any]) -> bool:
@@ -54,6 +60,17 @@ def _overrides_schedule(choice: Choice, changes: Mapping[str, Any]) -> bool:
     """
     keeps_schedule = {**choice.job.raw, **changes}.get("use_checkpoint_opt_param_scheduler")
     return batch_of(choice.job)[1] not in (choice.global_batch, None) and not keeps_schedule
+
+
+def _keeps_stored_schedule(choice: Choice, changes: Mapping[str, Any]) -> bool:
+    """Return whether the schedule of the checkpoint has to replace that of the command line.
+
+    It has to where iterations stand for another number of samples, although the batch is the same.
+    """
+    is_overridden = {**choice.job.raw, **changes}.get("override_opt_param_scheduler")
+    is_other = _batch_arguments(choice).get("global_batch_size") != choice.job.global_batch_size
+    is_known = choice.job.global_batch_size is not None
+    return counts_by_layout(choice.job) and is_known and is_other and not is_overridden
 
 
 def _divisor(candidate: FoundLayout) -> int | None:
@@ -91,9 +108,14 @@ def flags_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingProxyTy
         flags.append("--sequence-parallel")
     if (divisor := _divisor(candidate)) and "make_vocab_size_divisible_by" not in changes:
         flags.append(f"--make-vocab-size-divisible-by {divisor}")
-    flags += [f"--{name.replace('_', '-')} {size}" for name, size in _batch_arguments(choice).items()]
+    batch = _batch_arguments(choice)
+    if choice.job.step_batch_size_schedule:  # Megatron refuses both
+        batch.pop("global_batch_size", None)
+    flags += [f"--{name.replace('_', '-')} {size}" for name, size in batch.items()]
     if _overrides_schedule(choice, changes):
         flags.append("--override-opt_param-scheduler")
+    if _keeps_stored_schedule(choice, changes):
+        flags.append("--use-checkpoint-opt_param-scheduler")
     return flags
 
 
@@ -126,8 +148,12 @@ def notes_of(candidate: FoundLayout, job: JobArguments, keeps_random_state: bool
         notes.append("what is read is that of a job without --use-megatron-fsdp, whose ranks read parts of weights")
     if any(job.raw.get(name, 1) not in (None, 1) for name in WEIGHT_SHARDS):
         notes.append("planned without weight shards: leave --tensor-parallel-num-weight-shards out")
-    if job.rampup_batch_size:
-        notes.append("the batch size ramps up: see that every step of the ramp is a multiple of micro batch x DP")
+    if job.rampup_batch_size and len(sizes_to_come(job, job.consumed_train_samples or 0)) > 1:
+        notes.append(
+            "the batch size ramps up: see that every step of the ramp is a multiple of micro batch x DP"
+            if RAMPS_UP_BATCH.is_of(choice.version)
+            else f"Megatron {choice.version} ignores --rampup-batch-size: the global batch is {whole} at once"
+        )
     if not keeps_random_state:
         notes.append("random states are reinitialized, from --seed and the iteration")
     if choice.has_sequence_parallelism and not job.raw.get("sequence_parallel"):

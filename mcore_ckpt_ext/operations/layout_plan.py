@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from mcore_ckpt_ext.continuity.batch_sizes import run_by
 from mcore_ckpt_ext.continuity.data_order import data_order
 from mcore_ckpt_ext.continuity.mathematics import Difference
 from mcore_ckpt_ext.continuity.order_change import DataOrder
@@ -203,7 +204,7 @@ class _Planning:
         """Search, and return the layouts as data."""
         trained = has_job(self._checkpoint, writer_of(self._checkpoint))
         request, memory_source = self._with_memory(trained)
-        running = with_recomputation(self._job, request.recomputation)
+        running = run_by(with_recomputation(self._job, request.recomputation), self._version)
         result = search(running, self._table, self._old, request, self._buffers)
         least = min(result.found, key=lambda candidate: candidate.memory.total, default=None)
         most = self._options.most
@@ -256,7 +257,7 @@ class _Planning:
         job = self._job
         choice = candidate.choice
         layout = choice.layout
-        running = job.replace(**arguments_of(candidate))
+        running = run_by(job.replace(**arguments_of(candidate)), self._version)
         is_moved = bool(placement_changes(job, running))
         keeps = keeps_grid(layout, self._old)
         shares = choice.optimizer_ranks, choice.expert_optimizer_ranks

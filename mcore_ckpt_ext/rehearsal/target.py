@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt_ext.continuity.batch_sizes import run_by
 from mcore_ckpt_ext.errors import UsageError, shorten
 from mcore_ckpt_ext.families.passed_arguments import check_values
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -132,14 +133,14 @@ def target_job(
     _check_together({**written.raw, **changes}, changes)
     # The job is one with optimizers that a rehearsal can simulate.
     simulated: dict[str, Any] = dict.fromkeys(OTHER_OPTIMIZERS, False)
-    model = _with_stages_of(written, changes).replace(**simulated)
+    model = run_by(_with_stages_of(written, changes).replace(**simulated), version)
     result = search_sizes(checkpoint, written, model, gpus, sizes, version)
     if (refusal := result.refusal) is not None:
         return TargetJob(written, refusal.layout, refused=refusal.reason)
     best = result.found[0]
     changed = arguments_of(best, changes)
     changed.setdefault("padded_vocab_size", _rows(checkpoint, written.replace(**changed), sizes["tensor"]))
-    running = written.replace(source="the arguments of the job that resumes", **changed)
+    running = run_by(written.replace(source="the arguments of the job that resumes", **changed), version)
     layout = ParallelLayout.from_arguments(running)
     return TargetJob(
         running,

@@ -12,10 +12,12 @@ from mcore_ckpt_ext.continuity.batch_sizes import (
     batch_divisor,
     global_batch_of,
     indivisible_sizes,
+    run_by,
     sizes_to_come,
 )
 from mcore_ckpt_ext.continuity.sizes import GLOBAL_BATCH, sizes_of_job
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.versions import Version
 
 
 def _job(**more: Any) -> JobArguments:
@@ -52,13 +54,39 @@ def test_a_decreased_batch_is_another_one(more: dict[str, Any]) -> None:
 
 def test_a_ramp() -> None:
     job = _job(rampup_batch_size=["16", "16", "300"])
-    assert [(step.sample, step.size) for step in sizes_to_come(job, 0)] == [(0, 16), (100, 32), (200, 48), (301, 64)]
+    assert [(step.sample, step.size) for step in sizes_to_come(job, 0)] == [(0, 16), (100, 32), (200, 48), (300, 64)]
     assert [step.size for step in sizes_to_come(job, 250)] == [48, 64]
     assert indivisible_sizes(job, 0) == []
     other = job.replace(data_parallel_size=8)
     assert [step.size for step in indivisible_sizes(other, 0)] == []
     assert [step.size for step in indivisible_sizes(job.replace(data_parallel_size=12), 0)] == [16, 32, 64]
     assert [step.size for step in indivisible_sizes(job.replace(data_parallel_size=12), 250)] == [64]
+
+
+@pytest.mark.parametrize(("ramp", "largest"), [((16, 16, 300), 64), ((2, 2, 49), 100), ((1, 3, 7), 64)])
+def test_the_steps_of_a_ramp_are_megatrons(ramp: tuple[int, int, int], largest: int) -> None:
+    """`RampupBatchsizeNumMicroBatchesCalculator.update` of core_v0.16.1: the last step is due at the end itself."""
+    start, increment, samples = ramp
+    each = samples / ((largest - start) // increment)
+    job = _job(rampup_batch_size=list(ramp), global_batch_size=largest)
+    for consumed in range(samples + 3):
+        due = largest if consumed > samples else start + int(consumed / each) * increment
+        assert sizes_to_come(job, consumed)[0] == BatchSize(consumed, due)
+
+
+def test_a_step_that_is_past_binds_no_layout() -> None:
+    job = _job(rampup_batch_size=[16, 16, 300], consumed_train_samples=200)
+    assert (batch_divisor(job.replace(consumed_train_samples=0)), batch_divisor(job)) == (16, 16)
+    assert batch_divisor(job.replace(consumed_train_samples=300)) == 64
+    assert sizes_of_job(job, 300)[GLOBAL_BATCH] == 64 != sizes_of_job(job)[GLOBAL_BATCH]
+
+
+def test_releases_that_ignore_a_ramp_have_no_steps() -> None:
+    """0.19 takes the flag: `_build_num_microbatches_calculator` has no calculator for it."""
+    job = _job(rampup_batch_size=[16, 16, 300])
+    assert sizes_to_come(job.replace(ckpt_load_validate_sharding_integrity=True), 0) == []
+    assert sizes_to_come(run_by(job, Version(0, 19)), 0) == []
+    assert run_by(job, Version(0, 18)) == job
 
 
 def test_decreasing_a_batch_size_needs_one_micro_batch() -> None:

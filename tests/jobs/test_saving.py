@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+from megatron_on_cpu import launch, toy_jobs
 from megatron_on_cpu.launch import TIMED_OUT, RunResult
 
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
+from tests.harness.jobs import TIME_LIMIT
 from tests.harness.saving import (
+    ASYNCHRONOUS,
     RANKS,
     assert_trained_meanwhile,
     durable_lines,
@@ -124,3 +127,17 @@ def test_a_read_only_folder_ends_the_job_with_a_message(base: Path) -> None:
     for rank in range(RANKS):
         form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 2 cannot be saved to /sys"
         assert re.search(form, result.output, re.MULTILINE)
+
+
+def test_an_iteration_that_is_saved_twice_is_whole(base: Path) -> None:
+    """Megatron saves it once more where its batch size grows; the writers of the first save have not ended then."""
+    run = base / "twice" / "checkpoints"
+    run.mkdir(parents=True)
+    schedule = ["--step-batch-size-schedule", "0:4 512:8", "--make-vocab-size-divisible-by", "128"]
+    arguments = toy_jobs.tiny_gpt(1, 2, iterations=6, save=run, save_interval=4, more=[*schedule, *ASYNCHRONOUS])
+    place = arguments.index("--global-batch-size")
+    del arguments[place : place + 2]
+    result = launch.run(2, launch.TRAIN_GPT, arguments, timeout=TIME_LIMIT, log_file=base / "twice" / "log")
+    assert result.returncode == 0, result.output[-6000:]
+    assert result.output.count("iteration 4 is complete on disk") == 2
+    assert (iterations_in(run), tracked(run)) == ([4, 6], 6)

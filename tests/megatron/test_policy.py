@@ -140,6 +140,12 @@ def test_a_check_concerns_its_loops_and_versions_alone(check: Check) -> None:
         assert not check.concerns(replace(facts, version=check.excludes.since))
 
 
+def test_stock_fails_to_fill_fp32_parameters_from_files_of_ranks() -> None:
+    """Seen with 0.19.2, TP1 x PP1 x DP2: "a view of a leaf Variable that requires grad"."""
+    filled = [decide(LoadFacts(Loop.LEGACY, (0, 19), chain=distributed(parameters=(one,)))) for one in (WEIGHT, HALF)]
+    assert [decision.reason for decision in filled] == ["fp32 parameters, in place", None]
+
+
 def test_nothing_that_speaks_against_stock() -> None:
     """What has been read shows up in the text, so that a user sees what has been ruled out."""
     decision = decide(LoadFacts(Loop.CORE, (0, 19), "dp_reshardable", chain=distributed()))

@@ -57,8 +57,18 @@ def test_the_choice_is_the_first_line_of_the_plan(name: str, node: int, memory: 
 
 def test_a_schedule_of_the_batch_is_kept() -> None:
     """Its job states no global batch, which Megatron would refuse."""
-    stated = {"step_batch_size_schedule": "0:4 1K:12", "global_batch_size": None}
+    stated = {"step_batch_size_schedule": "0:4 1M:12", "global_batch_size": None}
     for gpus in (3, 6, 8):
         chosen = choose_layout(fixture_named("p01").run, gpus, arguments=stated)
         assert chosen.global_batch_size == 12 and 4 % (chosen.sizes["dp"] * chosen.micro_batch_size) == 0
         assert "global_batch_size" not in chosen.arguments and "--global-batch-size" not in chosen.flags
+
+
+def test_the_schedule_is_kept_where_iterations_stand_for_other_numbers_of_samples() -> None:
+    """Megatron multiplies those of `--lr-warmup-iters` by micro batch x DP, beside a schedule of the batch."""
+    stated = {"step_batch_size_schedule": "0:4 1M:12", "global_batch_size": 2}
+    for ranks, keeps in ((2, False), (4, True)):
+        chosen = choose_layout(fixture_named("p01").run, 4 * ranks, arguments=stated)
+        assert (chosen.sizes["pp"], chosen.sizes["dp"] * chosen.micro_batch_size) == (4, ranks)
+        assert chosen.arguments.get("use_checkpoint_opt_param_scheduler", False) is keeps
+        assert ("--use-checkpoint-opt_param-scheduler" in chosen.flags) is keeps

@@ -203,6 +203,27 @@ def test_no_flag_names_a_global_batch_beside_its_schedule() -> None:
         assert "--micro-batch-size" in layout.flags and "--global-batch-size" not in layout.flags
 
 
+def test_virtual_stages_run_every_step_of_the_batch_to_come() -> None:
+    """A step of 3 samples is no multiple of the pipeline size 2, and its schedule of micro batches stops."""
+    run = fixture_named("p01").run
+    pins = {"tp": 1, "pp": 2, "vpp": 2}
+    for schedule, accepted in (("0:4 1M:12", True), ("0:3 1M:12", False), ("0:3 1K:12", True)):
+        found = plan(run, 2, pins=pins, arguments={"step_batch_size_schedule": schedule}).layouts
+        assert any(layout.global_batch_size == 12 and layout.sizes["dp"] == 1 for layout in found) is accepted
+
+
+def test_a_ramp_that_the_release_ignores_is_named() -> None:
+    ramp = {"rampup_batch_size": [2, 2, 300]}
+    (old,) = plan(
+        fixture_named("p01").run, 4, pins={"tp": 1, "pp": 2}, arguments=ramp, megatron_version="0.18", most=1
+    ).layouts
+    (new,) = plan(
+        fixture_named("p01").run, 4, pins={"tp": 1, "pp": 2}, arguments=ramp, megatron_version="0.19", most=1
+    ).layouts
+    assert any(note.startswith("the batch size ramps up") for note in old.notes)
+    assert "Megatron 0.19 ignores --rampup-batch-size: the global batch is 8 at once" in new.notes
+
+
 def test_flags_name_every_size() -> None:
     """The flags to paste say the layout, the split of the layers, and the batch."""
     (first, *_) = plan(fixture_named("p22").run, 8, pins={"tp": 2, "pp": 2, "ep": 2, "vpp": 1}).layouts

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of
+from mcore_ckpt_ext.continuity.batch_sizes import counts_by_layout, global_batch_of
 from mcore_ckpt_ext.devices import smallest_memory
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -115,7 +115,7 @@ def _command_line(process: int) -> list[str]:
 
 
 def _fits(arguments: Any, ranks: int) -> bool:
-    """Return whether the job's own flags fit the ranks; the same on all of them.
+    """Return whether the job's own flags fit the ranks, whatever was saved; the same on all of them.
 
     Raises:
         UsageError: the flags do not give the global batch.
@@ -127,7 +127,7 @@ def _fits(arguments: Any, ranks: int) -> bool:
             expected="--global-batch-size",
             hint="give it: without it, Megatron derives the batch from the number of GPUs",
         )
-    return own_layout(job, ranks, megatron_version())[1] is None
+    return not counts_by_layout(job) and own_layout(job, ranks, megatron_version())[1] is None
 
 
 def _choose(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayout:

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_ckpt_ext.collectives import Failure, attempt, text_of
@@ -135,6 +136,10 @@ class Coordinator:
             self._saves.append(save)
         writers.watch_newest(self._with_report)
         return result
+
+    def is_writing(self, folder: Path) -> bool:
+        """Return whether writers are at work in a folder; the same on all ranks."""
+        return any(save.folder == folder for save in self._at(State.WRITING))
 
     def poll(self, writers: Writers, stock: Stock) -> Any:
         """Run one `maybe_finalize_async_save` of a training step."""
