@@ -38,6 +38,7 @@ from mcore_ckpt_ext.megatron.param_group_compat import (
 )
 from mcore_ckpt_ext.optimizers.stock_failures import (
     CPU_OFFLOADING,
+    FP32_IN_PLACE,
     REMAINDERS_AS_FP32,
     SETTINGS_OF_FUSED_ADAM,
     SHIFTED_PARAMETERS,
@@ -286,13 +287,7 @@ CHECKS: tuple[Check, ...] = (
         f"state_dict, {_OPTIMIZER}, 0.10.0 to 0.19.2",
         _uses_torch_adam,
     ),
-    Check(
-        "fp32 parameters, in place",
-        "it copies into views of leaves without no_grad, and fails",
-        f"_set_main_param_and_optimizer_states, {_OPTIMIZER}, 0.15.0 to 0.19.2",
-        _trains_views,
-        loops=(*_DCP, Loop.LEGACY),
-    ),
+    Check(*FP32_IN_PLACE, _trains_views, loops=(*_DCP, Loop.LEGACY)),
     Check(
         "layout",
         "it refuses the layout, or mixes up the state of different parameters",

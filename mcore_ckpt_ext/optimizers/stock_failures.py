@@ -1,7 +1,7 @@
 """Failures of stock Megatron with intact optimizer state that the stored state alone can show.
 
-The checks of a live load (`megatron/policy.py`) and the account of a checkpoint (`operations/resumptions.py`) share the
-rows. Whether a row applies follows from the facts of the load, or from what is stored.
+The checks of a live load (`megatron/policy.py`) and the account of a checkpoint (`operations/stored_failures.py`) share
+the rows. Whether a row applies follows from the facts of the load, or from what is stored.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ CPU_OFFLOADING = StockFailure(
     "CPU offloading",
     "it gives the part on the CPU the step of dummy_step, which is 1",
     f"HybridDeviceOptimizer; load_state_dict, {_OPTIMIZER}, 0.16.1 to 0.19.2",
+)
+FP32_IN_PLACE = StockFailure(
+    "fp32 parameters, in place",
+    "it copies into views of leaves without no_grad, and fails",
+    f"_set_main_param_and_optimizer_states, {_OPTIMIZER}, 0.15.0 to 0.19.2",
 )
 REMAINDERS_AS_FP32 = StockFailure(
     "remainders as fp32",

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_derived_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.options import Location, RehearsalOptions
-from mcore_ckpt_ext.operations.resumptions import stock_failure
+from mcore_ckpt_ext.operations.stored_failures import stock_failure
 from mcore_ckpt_ext.optimizers.stock_failures import SHIFTED_PARAMETERS, StockFailure
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, all_read_alike
 from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob
