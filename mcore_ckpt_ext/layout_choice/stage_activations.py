@@ -11,7 +11,8 @@ from math import ceil
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.activations import ActivationOptions, LayerTerms, Shares, terms_of
+from mcore_ckpt_ext.layout_choice.activation_options import ActivationOptions
+from mcore_ckpt_ext.layout_choice.activations import LayerTerms, Shares, terms_of
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part
 from mcore_ckpt_ext.layout_choice.options import Recomputation
