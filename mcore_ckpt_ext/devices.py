@@ -74,8 +74,8 @@ def host_buffer(nbytes: int) -> torch.Tensor:
 
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor on the CPU like another tensor, pinned as in `host_buffer`."""
-    return _allocate_on_host(partial(torch.empty_like, like))
+    """Return an uninitialized, contiguous tensor on the CPU, pinned as in `host_buffer`."""
+    return _allocate_on_host(partial(torch.empty_like, like, memory_format=torch.contiguous_format))
 
 
 def _allocate_on_host(allocate: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, quantity
 from mcore_ckpt_ext.storage.atomic_files import flush
 
-_NOT_WHOLE = "no new checkpoint is there"
+NOT_WHOLE = "no new checkpoint is there"
 _UNTOUCHED = "nothing is written"
 _SCALAR: Any = np.float64(0).__reduce__()[0]
 
@@ -154,7 +154,7 @@ def write_sharded(
             if files.is_writer:
                 clean_folder(str(folder), base, list(entries.values()))
 
-        ranks.agree(finish, f"saving {index}", _NOT_WHOLE)
+        ranks.agree(finish, f"saving {index}", NOT_WHOLE)
 
 
 def write_one(path: Path, state: Any, ranks: Ranks) -> None:
@@ -174,7 +174,7 @@ def write_one(path: Path, state: Any, ranks: Ranks) -> None:
             files.add(path.name, partial(write_tensors, state))
             files.publish()
 
-        ranks.agree(finish, f"saving {path.name}", _NOT_WHOLE)
+        ranks.agree(finish, f"saving {path.name}", NOT_WHOLE)
 
 
 def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
@@ -186,17 +186,26 @@ def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        if other := next((name for name, value in state.items() if not isinstance(value, torch.Tensor)), None):
-            raise UnsupportedCheckpointError(
-                "safetensors files cannot hold an entry that is no tensor",
-                found=type(state[other]).__name__,
-                where=other,
-                hint="save with use_safetensors=False, or return a tensor from get_extra_state",
-            )
+        refuse_objects(state)
         # The format has no strides, and the library refuses non-contiguous tensors.
         save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
     else:
         torch.save(state, path)
+
+
+def refuse_objects(state: Mapping[Any, Any]) -> None:
+    """Refuse entries that safetensors files cannot hold.
+
+    Raises:
+        UnsupportedCheckpointError: an entry is no tensor.
+    """
+    if other := next((name for name, value in state.items() if not isinstance(value, torch.Tensor)), None):
+        raise UnsupportedCheckpointError(
+            "safetensors files cannot hold an entry that is no tensor",
+            found=type(state[other]).__name__,
+            where=other,
+            hint="save with use_safetensors=False, or return a tensor from get_extra_state",
+        )
 
 
 def read_by_all(ranks: Ranks, file: Path) -> dict[Any, Any]:

@@ -16,7 +16,6 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.tensor_parallel import as_bytes
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
-from mcore_ckpt_ext.devices import empty_on_host
 
 # Elements that one rank sends at a time. Gloo copies what a gather receives, and NCCL stages it on the device: with
 # pieces this takes a few MiB instead of a second chunk.
@@ -107,21 +106,6 @@ def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
         copied = torch.empty_like(value, dtype=dtype, device=device, requires_grad=False)
         copied.copy_(value.detach())
     return copied
-
-
-def pinned_copy(values: dict[str, Any], pinned: dict[str, Any] | None) -> dict[str, Any]:
-    """Copy values into the caller's pinned memory, for ColossalAI's asynchronous writer.
-
-    Missing memory is allocated on first use.
-    """
-    if pinned is None:
-        return values
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            if name not in pinned:
-                pinned[name] = empty_on_host(value)
-            values[name] = pinned[name].copy_(value)
-    return values
 
 
 class _Room(NamedTuple):

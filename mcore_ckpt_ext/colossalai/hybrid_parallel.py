@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
+from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished, pinned_copy, write_model
 from mcore_ckpt_ext.colossalai.files import read_by_all, read_optimizer_by_all, read_sharded_by_all, write_one
-from mcore_ckpt_ext.colossalai.gathering import pinned_copy
 from mcore_ckpt_ext.colossalai.hybrid_cuts import (
     PADDING,
     entries,
@@ -118,7 +118,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         use_async: bool = False,
     ) -> None:
         """Save the model like ColossalAI, but atomically."""
-        if use_async or _is_of_experts(self) or not isinstance(model.unwrap(), nn.Module):
+        if _is_of_experts(self) or not isinstance(model.unwrap(), nn.Module):
             self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
             return
         model._force_wait_all_gather()
@@ -127,7 +127,10 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
             state = _merge_stages(self, whole_state_dict(model.unwrap()))
             if use_safetensors:
                 untie(state, {}, omit=False)
-        write_one(Path(checkpoint), state, _ranks(self))
+        if use_async:
+            write_model(self, model, _ranks(self), Path(checkpoint), state)
+        else:
+            write_one(Path(checkpoint), state, _ranks(self))
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, State], id_map: Any) -> None:
         """Load states like ColossalAI, but sliced like the parameters."""
@@ -139,15 +142,32 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
             if stepped is not None:
                 optimizer.optim.state[stepped] = local_state(self, optimizer, stepped, state)
 
-    def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
+    def save_sharded_optimizer(
+        self,
+        optimizer: Any,
+        checkpoint: str,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
+    ) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""
-        with masters_in_state(optimizer):
-            self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
+        from colossalai.checkpoint_io.utils import get_optimizer_base_filenames
 
-    def save_unsharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
+        base, index, _ = get_optimizer_base_filenames(prefix, use_async)
+        finished = former_save_finished(self, optimizer, _ranks(self), checkpoint, (base, index), use_async)
+        with finished, masters_in_state(optimizer):
+            self._non_strict_save_sharded_optimizer(
+                optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
+            )
+
+    def save_unsharded_optimizer(
+        self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
+    ) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""
-        with masters_in_state(optimizer):
-            self._non_strict_save_unsharded_optimizer(optimizer, *positional, **keywords)
+        finished = former_save_finished(self, optimizer, _ranks(self), checkpoint, use_async=use_async)
+        with finished, masters_in_state(optimizer):
+            self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
         """Load all files as one state, so that it is checked as a whole; with masters and loss scale."""

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from mcore_ckpt_ext.colossalai import master_state
+from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
+from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods
 
 
@@ -42,10 +44,31 @@ class LowLevelZeroMethods(ReplacedMethods):
 class LowLevelZeroCheckpointIOMethods(ReplacedMethods):
     """Methods for LowLevelZeroCheckpointIO, whose sharded files bypass the optimizer's methods."""
 
-    def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
+    def save_unsharded_optimizer(
+        self, optimizer: Any, checkpoint: str, gather_dtensor: bool = False, use_async: bool = False
+    ) -> None:
+        """Save like ColossalAI; the optimizer's `state_dict` has the masters and the loss scale."""
+        with former_save_finished(self, optimizer, Ranks(), checkpoint, use_async=use_async):
+            self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
+
+    def save_sharded_optimizer(
+        self,
+        optimizer: Any,
+        checkpoint: str,
+        gather_dtensor: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
+    ) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""
-        with masters_in_state(optimizer):
-            self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
+        from colossalai.checkpoint_io.utils import get_optimizer_base_filenames
+
+        base, index, _ = get_optimizer_base_filenames(prefix, use_async)
+        finished = former_save_finished(self, optimizer, Ranks(), checkpoint, (base, index), use_async)
+        with finished, masters_in_state(optimizer):
+            self._non_strict_save_sharded_optimizer(
+                optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
+            )
 
     def load_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
         """Load like ColossalAI, with the masters and the loss scale if the files have them."""

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.colossalai import optimizer as optimizer_state
+from mcore_ckpt_ext.colossalai.asynchronous import (
+    consumer_errors_reported,
+    former_save_finished,
+    pinned_copy,
+    write_model,
+)
 from mcore_ckpt_ext.colossalai.files import (
     Files,
     read_by_all,
@@ -21,10 +27,9 @@ from mcore_ckpt_ext.colossalai.files import (
     write_one,
     write_sharded,
 )
-from mcore_ckpt_ext.colossalai.gathering import pinned_copy
 from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
-from mcore_ckpt_ext.colossalai.shards import consumer_errors_reported, iter_shards, state_dict_shards
+from mcore_ckpt_ext.colossalai.shards import iter_shards, state_dict_shards
 from mcore_ckpt_ext.colossalai.state import Precision, StateDictOptions, Ties, precision_of, zero_strict_state_dict
 from mcore_ckpt_ext.colossalai.wrapper import inspect_wrapper
 
@@ -130,59 +135,66 @@ class CheckpointIOMethods(ReplacedMethods):
         use_async: bool = False,
     ) -> None:  # fmt: skip
         """Save the model like ColossalAI, but atomically; in safetensors tied tensors are stored once."""
+        state = model.state_dict(ties="omit" if use_safetensors or use_async else None)
+        ranks = inspect_wrapper(model).ranks
         if use_async:
-            with _ties_omitted(model):
-                self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
-            return
-        write_one(
-            Path(checkpoint), model.state_dict(ties="omit" if use_safetensors else None), inspect_wrapper(model).ranks
-        )
+            write_model(self, model, ranks, Path(checkpoint), state)
+        else:
+            write_one(Path(checkpoint), state, ranks)
 
     def save_sharded_model(
         self, model: Any, checkpoint_path: str, gather_dtensor: bool = False, prefix: str | None = None,
         max_shard_size: int = 1024, use_safetensors: bool = False, use_async: bool = False,
     ) -> None:  # fmt: skip
         """Save the model like ColossalAI, but atomically; config.json names the dtype of the files."""
-        if use_async:
-            with _ties_omitted(model), consumer_errors_reported(model, "state_dict_shard"):
-                self._non_strict_save_sharded_model(
-                    model, checkpoint_path, gather_dtensor, prefix, max_shard_size, use_safetensors, use_async
-                )
-            return
         from colossalai.checkpoint_io.utils import get_model_base_filenames
 
         names = get_model_base_filenames(prefix, use_safetensors)
+        ranks = inspect_wrapper(model).ranks
+        if use_async:
+            finished = former_save_finished(self, model, ranks, checkpoint_path, names)
+            with finished, _ties_omitted(model), consumer_errors_reported(model, "state_dict_shard"):
+                self._non_strict_save_sharded_model(
+                    model, checkpoint_path, gather_dtensor, prefix, max_shard_size, use_safetensors, use_async
+                )
+            if ranks.is_writer():
+                _write_config(model, Path(checkpoint_path))
+            return
         shards = model.state_dict_shard(max_shard_size=max_shard_size, ties="omit" if use_safetensors else None)
 
         def add_config(files: Files) -> dict[str, Any]:
             files.add_folder(partial(_write_config, model))
             return {}
 
-        write_sharded(Path(checkpoint_path), names, shards, inspect_wrapper(model).ranks, add_config)
+        write_sharded(Path(checkpoint_path), names, shards, ranks, add_config)
 
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
     ) -> None:
         """Save the optimizer like ColossalAI, but atomically."""
+        ranks = inspect_wrapper(optimizer.module).ranks
         if use_async:
-            self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
+            with former_save_finished(self, optimizer, ranks, checkpoint):
+                self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
             return
-        write_one(Path(checkpoint), optimizer.state_dict(), inspect_wrapper(optimizer.module).ranks)
+        write_one(Path(checkpoint), optimizer.state_dict(), ranks)
 
     def save_sharded_optimizer(
         self, optimizer: Any, checkpoint: str | Path, gather_dtensor: bool = True, prefix: str | None = None,
         size_per_shard: int = 1024, use_async: bool = False,
     ) -> None:  # fmt: skip
         """Save the optimizer like ColossalAI, but atomically."""
+        from colossalai.checkpoint_io.utils import get_optimizer_base_filenames
+
+        base, index, groups = get_optimizer_base_filenames(prefix, use_async)
+        ranks = inspect_wrapper(optimizer.module).ranks
         if use_async:
-            with consumer_errors_reported(optimizer, "state_shard"):
+            finished = former_save_finished(self, optimizer, ranks, checkpoint, (base, index))
+            with finished, consumer_errors_reported(optimizer, "state_shard"):
                 self._non_strict_save_sharded_optimizer(
                     optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
                 )
             return
-        from colossalai.checkpoint_io.utils import get_optimizer_base_filenames
-
-        base, index, groups = get_optimizer_base_filenames(prefix)
         gathered = optimizer_state.GatheredState(optimizer)
         shards = _state_shards(gathered, size_per_shard, None)
 
@@ -190,7 +202,7 @@ class CheckpointIOMethods(ReplacedMethods):
             files.add(groups, partial(torch.save, gathered.param_groups()))
             return {"param_groups": groups}
 
-        write_sharded(Path(checkpoint), (base, index), shards, inspect_wrapper(optimizer.module).ranks, add_groups)
+        write_sharded(Path(checkpoint), (base, index), shards, ranks, add_groups)
 
     def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
         """Load the model like ColossalAI; all ranks refuse a file that one rank cannot read."""

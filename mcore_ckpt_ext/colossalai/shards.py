@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from mcore_ckpt_ext.colossalai.gathering import Gather, own_copy, pinned_copy
+from mcore_ckpt_ext.colossalai.asynchronous import pinned_copy
+from mcore_ckpt_ext.colossalai.files import refuse_objects
+from mcore_ckpt_ext.colossalai.gathering import Gather, own_copy
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.stand_ins import standing_in
 from mcore_ckpt_ext.colossalai.state import (
@@ -148,36 +149,6 @@ def _hand_over(shard: Any, size: int, errors: GroupErrors) -> Iterator[tuple[Any
             errors.failure = error
 
 
-@contextmanager
-def consumer_errors_reported(owner: Any, method: str) -> Iterator[None]:
-    """Report an error of ColossalAI's asynchronous writer to the ranks that wait for the next shard.
-
-    ColossalAI's function receives the shards in a loop (0.5.0, checkpoint_io/utils.py:
-    ``async_save_state_dict_shards``), so that its error does not reach the generator by itself.
-
-    Args:
-        owner: the model or optimizer that yields the shards.
-        method: name of the method that returns their generator.
-    """
-    begun_here: list[Generator[Any]] = []
-    original = getattr(owner, method)
-
-    def record(*arguments: Any, **keywords: Any) -> Generator[Any]:
-        begun_here.append(original(*arguments, **keywords))
-        return begun_here[-1]
-
-    setattr(owner, method, record)
-    try:
-        yield
-    except Exception as error:
-        for shards in begun_here:
-            with suppress(Exception):  # the same error in the words that all ranks get
-                shards.throw(error)
-        raise
-    finally:
-        delattr(owner, method)
-
-
 def _entries(
     gather: Gather, keys: Keys, options: StateDictOptions, pinned: dict[str, Any] | None
 ) -> Iterator[tuple[dict[str, Any] | None, int]]:
@@ -192,6 +163,8 @@ def _entries(
         kept = names[:1] if options.ties == "omit" else names
         size = cost * (len(kept) if options.ties == "copy" else 1)
         yield None if value is None else attempt(partial(entries, kept, value)), size
+    if pinned is not None:
+        attempt(partial(refuse_objects, keys.others))
     yield attempt(partial(pinned_copy, keys.others, pinned)) if gather.receives else None, 0
 
 
