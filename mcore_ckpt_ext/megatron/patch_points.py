@@ -19,7 +19,6 @@ _READ_BY_SAVES = (
     "unwrap_model",
     "get_checkpoint_name",
     "get_checkpoint_tracker_filename",
-    "schedule_async_save",
     "megatron.training.async_utils:maybe_finalize_async_save",
 )
 _READ_BY_STATES = ("_load_base_checkpoint", "CheckpointType")

@@ -172,14 +172,15 @@ def _is_served(scope: Scope, call: Mapping[str, Any]) -> bool:
     return getattr(arguments, "ckpt_format", None) == TORCH_DIST and is_persistent and "://" not in folder
 
 
-def _finish_writing(folder: Path, scope: Scope) -> None:
+def _finish_writing(folder: Path) -> None:
     """Wait for the writers of an earlier save to the same folder, whose files would be replaced.
 
     Megatron saves an iteration twice if its regular save is followed by a new step of the batch size's schedule
     (`train`, megatron/training/training.py, core_v0.7.0 to the development head of August 2026).
     """
-    if _coordinator().is_writing(folder):
-        scope_of(scope["schedule_async_save"])["maybe_finalize_async_save"](blocking=True)
+    finalize = getattr(sys.modules.get("megatron.training.async_utils"), "maybe_finalize_async_save", None)
+    if finalize is not None and _coordinator().is_writing(folder):
+        finalize(blocking=True)
 
 
 def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
@@ -187,7 +188,7 @@ def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
     iteration = int(call["iteration"])
     release = bool(call.get("release", False))
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
-    _finish_writing(folder, scope)
+    _finish_writing(folder)
     is_recorded = getattr(arguments, "use_distributed_optimizer", False) and not arguments.no_save_optim
     optimizer = call["optimizer"] if is_recorded else None
     chunks = functools.partial(scope["unwrap_model"], call["model"])
