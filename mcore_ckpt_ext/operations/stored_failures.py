@@ -24,7 +24,7 @@ def _is_offloaded(checkpoint: CheckpointView) -> bool:
 
 
 def _trains_fp32(checkpoint: CheckpointView) -> bool:
-    """Return whether a distributed optimizer trains fp32 parameters, and is stored so that it is copied in place."""
+    """Return whether a distributed optimizer of fp32 parameters would be copied in place."""
     arguments = checkpoint.job.arguments()
     if not arguments.use_distributed_optimizer or not arguments.is_complete or arguments.bf16 or arguments.fp16:
         return False
