@@ -305,7 +305,7 @@ def comparison_of_jobs(written: JobArguments, running: JobArguments, version: Ve
     old, new = _sizes_of_jobs(written, running)
     if not written.is_complete or (old == new and not changed):
         return ""
-    sentence = sentence_of(differences_of_jobs(written, running, version))
+    sentence = sentence_of(differences(running, old, new, version))
     return f"other arguments of the model: {join_some(changed)}; apart from them: {sentence}" if changed else sentence
 
 
