@@ -96,10 +96,12 @@ class StoredChecksums:
     def _guarded(self) -> int:
         return sum(length for *_, length in self._archives) + sum(array.length for array in self._arrays)
 
-    @property
-    def nbytes(self) -> int:
-        """Estimate of the number of bytes to read."""
-        return self._guarded + self._manifest.nbytes
+    def bytes_to_read(self, content: int) -> int:
+        """Return an estimate of the bytes that `verify` reads, of which `content` are those of the parameters.
+
+        The check of the parameters compares the checksums of what it reads.
+        """
+        return max(self._guarded, content) + self._manifest.nbytes
 
     def check(self, confirmed: LenientChecksums, workers: Workers, advance: Advance, results: Results) -> None:
         """Compare all checksums except those in `confirmed`, which are known to be right."""

@@ -270,7 +270,7 @@ class _Run:
         Findings of checksums are listed first: damaged bytes explain the other findings.
         """
         checksums = StoredChecksums(checkpoint, unreadable)
-        counter = ByteCounter(checksums.nbytes + content_bytes(checkpoint), self._progress)
+        counter = ByteCounter(checksums.bytes_to_read(content_bytes(checkpoint)), self._progress)
         confirmed = LenientChecksums(checkpoint.files.reader)
         of_elements = Results()
         damage: CheckpointError | None = None

@@ -640,3 +640,12 @@ def test_progress_counts_up_to_the_end(damaged: Fixture) -> None:
     verify(damaged.run, progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_progress_counts_what_is_read_once(damaged: Fixture) -> None:
+    """Checksums of parameters are compared while these are read, so that no second pass is part of the estimate."""
+    seen: list[tuple[int, int]] = []
+    verify(damaged.run, progress=lambda done, total: seen.append((done, total)))
+    stored = sum(path.stat().st_size for path in damaged.run.rglob("*.distcp"))
+    assert seen[-1][1] < 1.1 * stored
+    assert seen[-2][0] > 0.7 * seen[-1][1]  # the headers of archives are a large part of a toy
