@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -649,3 +650,12 @@ def test_progress_counts_what_is_read_once(damaged: Fixture) -> None:
     stored = sum(path.stat().st_size for path in damaged.run.rglob("*.distcp"))
     assert seen[-1][1] < 1.1 * stored
     assert seen[-2][0] > 0.7 * seen[-1][1]  # the headers of archives are a large part of a toy
+
+
+@pytest.mark.parametrize("target", [mcore_ckpt_ext.Legacy(), mcore_ckpt_ext.TorchDist(), mcore_ckpt_ext.Canonical()])
+def test_no_check_is_done_that_looked_at_nothing(target: mcore_ckpt_ext.Legacy, tmp_path: Path) -> None:
+    """The small files that have digests of their own are absent from a legacy checkpoint."""
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", target)
+    extents = [check.extent for check in verify(tmp_path / "out").checks if check.done]
+    assert extents
+    assert not [extent for extent in extents if re.search(r"\b0 \w", extent)]
