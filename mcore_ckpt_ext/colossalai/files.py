@@ -1,4 +1,4 @@
-"""Writes ColossalAI's files atomically, with temporary names and the index last, and reads them.
+"""Writes ColossalAI's files atomically, with temporary names and the index last.
 
 Names and indexes are ColossalAI's own (0.5.0, checkpoint_io/utils.py: ``get_model_base_filenames``,
 ``get_optimizer_base_filenames``, ``get_shard_filename``; index_file.py). An interrupted save leaves either the former
@@ -7,50 +7,20 @@ files, or a folder without an index, which no reader accepts; it never leaves fi
 
 from __future__ import annotations
 
-import codecs
 import json
 import shutil
-import zipfile
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from mcore_ckpt_ext.colossalai.ranks import Ranks
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, quantity
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.atomic_files import flush
 
 NOT_WHOLE = "no new checkpoint is there"
-_UNTOUCHED = "nothing is written"
-_SCALAR: Any = np.float64(0).__reduce__()[0]
-
-
-def _scalar_of(module: str) -> Callable[..., Any]:
-    """Return numpy's function for scalars as a function of a module.
-
-    Up to 2.5, torch finds an accepted function only by its own name (torch/_weights_only_unpickler.py).
-    """
-
-    def scalar(*arguments: Any) -> Any:
-        return _SCALAR(*arguments)
-
-    scalar.__module__ = module
-    scalar.__qualname__ = scalar.__name__
-    return scalar
-
-
-# Classes and functions in the pickle of a numpy scalar; the first function's module differs between numpy 1 and 2, and
-# torch itself accepts the last since 2.5 (torch/_weights_only_unpickler.py).
-_NUMPY: list[Any] = [
-    *map(_scalar_of, ("numpy._core.multiarray", "numpy.core.multiarray")),
-    np.dtype,
-    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.int32, np.bool_)),
-    codecs.encode,
-]
 
 
 class Files:
@@ -205,101 +175,4 @@ def refuse_objects(state: Mapping[Any, Any]) -> None:
             found=type(state[other]).__name__,
             where=other,
             hint="save with use_safetensors=False, or return a tensor from get_extra_state",
-        )
-
-
-def read_by_all(ranks: Ranks, file: Path) -> dict[Any, Any]:
-    """Return all entries of a file, with its `_metadata`.
-
-    They are memory-mapped, and read when a value is needed.
-
-    Raises:
-        ResumeRefusedError: on all ranks, if one cannot read them.
-    """
-    return ranks.agree_here(partial(load, file), "reading the checkpoint", _UNTOUCHED)
-
-
-def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:
-    """Return all entries of the files that an index names, if they match the index.
-
-    Args:
-        ranks: the ranks that read.
-        index: the index.
-        exactly: refuse files with more entries than the index lists. Pipeline stages each write a tied parameter's
-            state, and the index lists only one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
-
-    Raises:
-        ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index lists.
-    """
-
-    def read() -> dict[Any, Any]:
-        entries: dict[Any, Any] = {}
-        expected: dict[str, set[str]] = {}
-        for key, name in json.loads(index.read_text())["weight_map"].items():
-            expected.setdefault(name, set()).add(key)
-        for name, keys in expected.items():
-            loaded = load(_listed_file(index, name))
-            present = {str(key) for key in loaded}
-            _refuse_other_entries(present if exactly else present & keys, keys, index.parent / name)
-            entries.update((key, value) for key, value in loaded.items() if str(key) in keys)
-        return entries
-
-    return ranks.agree_here(read, "reading the checkpoint", _UNTOUCHED)
-
-
-def read_optimizer_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[str, Any]:
-    """Return the state dict of an optimizer: what `read_sharded_by_all` returns, and the param groups."""
-
-    def groups() -> list[Any]:
-        return list(load(_listed_file(index, json.loads(index.read_text())["metadata"]["param_groups"])))
-
-    states = read_sharded_by_all(ranks, index, exactly)
-    return {"param_groups": ranks.agree_here(groups, "reading the param groups", _UNTOUCHED), "state": states}
-
-
-def _listed_file(index: Path, name: str) -> Path:
-    """Return the path of a file that an index names.
-
-    Raises:
-        UnreadableCheckpointError: it does not exist, or lies outside of the index's folder.
-    """
-    file = index.parent / name
-    if Path(name).name != name or not file.is_file():
-        raise UnreadableCheckpointError("a file of the checkpoint is missing", found=name, where=str(index))
-    return file
-
-
-@contextmanager
-def _numpy_accepted() -> Iterator[None]:
-    """Let `torch.load` read numpy scalars within this scope; torch has a scope of its own only since 2.5."""
-    accepted = [*torch.serialization.get_safe_globals()]
-    torch.serialization.add_safe_globals(_NUMPY)
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(accepted)
-
-
-def load(file: Path) -> Any:
-    """Read a file of tensors, plain values and numpy scalars; it cannot execute code."""
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(file)
-    with _numpy_accepted():
-        # Files in the format before torch 1.6 are no archives, and cannot be memory-mapped.
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-
-
-def _refuse_other_entries(present: set[str], expected: set[str], file: Path) -> None:
-    missing = sorted(expected - present)
-    more = sorted(present - expected)
-    if missing or more:
-        raise UnreadableCheckpointError(
-            "a file has other entries than its index lists: it belongs to another save",
-            found=", ".join([*(f"no {key}" for key in missing[:2]), *more[:2]]),
-            expected=quantity(len(expected), "entry", "entries"),
-            where=str(file),
-            hint="use another checkpoint; this one was overwritten in part",
         )

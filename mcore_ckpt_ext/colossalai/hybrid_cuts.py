@@ -119,13 +119,13 @@ def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state
         rows = padding.fit_padding(parameter, name, state.get(f"{name}{PADDING}"))
         cut = tensor_parallel.slice_of(parameter, value, rows)
         if checkpoint_io.use_zero:
-            cut = _part(cut, checkpoint_io.global_dp_size, checkpoint_io.dp_rank)
+            cut = part(cut, checkpoint_io.global_dp_size, checkpoint_io.dp_rank)
         # Moments are kept in the dtype of the stepped tensor, as in ColossalAI.
         local[name] = torch.empty(cut.shape, dtype=stepped.dtype, device=stepped.device).copy_(cut)
     return local
 
 
-def _part(value: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+def part(value: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     """Return this rank's part under ZeRO: flat, padded with zeros, in equal parts.
 
     Source: ``_create_master_param_current_rank``, zero/low_level/low_level_optim.py, 0.5.0.

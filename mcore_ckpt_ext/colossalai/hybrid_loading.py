@@ -1,4 +1,4 @@
-"""Loads a whole state into a job with HybridParallelPlugin, once all ranks have checked that it fits."""
+"""Loads whole states with the other plugins than Gemini's, once all ranks have checked that they fit."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ def _problem(kind: str, keys: Iterable[str]) -> Iterator[str]:
 
 def _aliases_across_stages(ranks: Ranks, model: Any, names: Mapping[nn.Parameter, list[str]]) -> list[set[str]]:
     """Return the names of each parameter that several stages hold (``shared_params``)."""
+    if not hasattr(model, "stage_manager"):
+        return []  # LowLevelZeroModel
     stage = model.stage_manager.stage if model.stage_manager is not None else None
     here = [names.get(shared[stage], []) if stage in shared else [] for shared in model.shared_params]
     return [{name for some in of_all for name in some} for of_all in zip(*ranks.gather(here), strict=True)]

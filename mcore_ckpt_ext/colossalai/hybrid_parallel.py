@@ -26,7 +26,7 @@ from torch import nn
 
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished, pinned_copy, write_model
-from mcore_ckpt_ext.colossalai.files import read_by_all, read_optimizer_by_all, read_sharded_by_all, write_one
+from mcore_ckpt_ext.colossalai.files import write_one
 from mcore_ckpt_ext.colossalai.hybrid_cuts import (
     PADDING,
     entries,
@@ -40,6 +40,7 @@ from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
+from mcore_ckpt_ext.colossalai.reading import load_states, read_by_all, read_optimizer_by_all, read_sharded_by_all
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
 from mcore_ckpt_ext.colossalai.state import untie
 
@@ -171,21 +172,22 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
         """Load all files as one state, so that it is checked as a whole; with masters and loss scale."""
-        index = Path(checkpoint_index_file)
-        if _is_of_experts(self) or index.name.endswith(".safetensors.index.json"):
+        if _is_of_experts(self):
             self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
         else:
             ranks = _ranks(self)
-            load_optimizer(self, ranks, optimizer, read_optimizer_by_all(ranks, index, exactly=False))
+            load_optimizer(
+                self, ranks, optimizer, read_optimizer_by_all(ranks, Path(checkpoint_index_file), exactly=False)
+            )
         take(optimizer)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
         """Load like ColossalAI, but check the state as a whole; with masters and loss scale."""
-        if _is_of_experts(self) or str(checkpoint).endswith(".safetensors"):
+        if _is_of_experts(self):
             self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
         else:
             ranks = _ranks(self)
-            load_optimizer(self, ranks, optimizer, read_by_all(ranks, Path(checkpoint)))
+            load_optimizer(self, ranks, optimizer, read_by_all(ranks, Path(checkpoint), load_states))
         take(optimizer)
 
     def load_sharded_model(

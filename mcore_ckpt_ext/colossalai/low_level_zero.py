@@ -8,15 +8,24 @@ Stock ColossalAI loads such files, too: its optimizer ignores the entry.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state
 from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part, refuse_shape
+from mcore_ckpt_ext.colossalai.hybrid_loading import load_model
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
+from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
+from mcore_ckpt_ext.colossalai.reading import load_states, read_by_all, read_optimizer_by_all, read_sharded_by_all
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods
+from mcore_ckpt_ext.errors import ModelMismatchError
 
 
 class LowLevelZeroMethods(ReplacedMethods):
@@ -33,10 +42,26 @@ class LowLevelZeroMethods(ReplacedMethods):
             yield from self._non_strict_state_dict_shard(*positional, **keywords)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load like ColossalAI, with the masters and the loss scale if the dict has them."""
+        """Load like ColossalAI, with masters and loss scale if saved, once all ranks accept the dict."""
+        parameters = Ranks().agree_here(
+            lambda: _parameters_by_id(self, state_dict), "calling optimizer.load_state_dict", OPTIMIZER_UNCHANGED
+        )
+        states = {key: self._part_of(parameters[key], state) for key, state in state_dict["state"].items()}
         with _same_groups(self):
-            self._non_strict_load_state_dict(state_dict)
+            self.optim.load_state_dict({**state_dict, "state": states})
         take(self)
+
+    def _part_of(self, parameter: Any, state: State) -> State:
+        """Return this rank's part of the state of a parameter, in memory of its own."""
+        from colossalai.zero.low_level._utils import get_nd_rank, get_nd_world_size
+
+        group = self.param_to_pg[parameter]
+        size = get_nd_world_size(group)
+        return {
+            name: part(value, size, get_nd_rank(group)).clone() if is_per_element(name, value, parameter) else value
+            for name, value in state.items()
+            if not name.endswith(PADDING)
+        }
 
     update_master_params = master_state.update_master_params
 
@@ -70,11 +95,60 @@ class LowLevelZeroCheckpointIOMethods(ReplacedMethods):
                 optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
             )
 
-    def load_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """Load like ColossalAI, with the masters and the loss scale if the files have them."""
-        with _same_groups(optimizer):
-            self._non_strict_load_sharded_optimizer(optimizer, *positional, **keywords)
-        take(optimizer)
+    def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *_: Any, **__: Any) -> None:
+        """Load like ColossalAI; all ranks refuse a file that one rank cannot read."""
+        optimizer.load_state_dict(read_by_all(Ranks(), Path(checkpoint), load_states))
+
+    def load_sharded_optimizer(self, optimizer: Any, index_file_path: Path, *_: Any, **__: Any) -> None:
+        """Load all files as one state, so that it is checked as a whole; with masters and loss scale."""
+        optimizer.load_state_dict(read_optimizer_by_all(Ranks(), Path(index_file_path)))
+
+    def load_sharded_model(
+        self, model: Any, checkpoint_index_file: Path, strict: bool = False, *more: Any, **keywords: Any
+    ) -> None:
+        """Load all files as one state dict, so that it is checked as a whole."""
+        if isinstance(model.unwrap(), nn.Module):
+            ranks = Ranks()
+            entries = read_sharded_by_all(ranks, Path(checkpoint_index_file))
+            load_model(ranks, model, entries, strict, is_sharded=True)
+        else:
+            self._non_strict_load_sharded_model(model, checkpoint_index_file, strict, *more, **keywords)
+
+    def load_unsharded_model(
+        self, model: Any, checkpoint: str, strict: bool = True, *more: Any, **keywords: Any
+    ) -> None:
+        """Load like ColossalAI, but check the file on all ranks before anything is written."""
+        if isinstance(model.unwrap(), nn.Module):
+            ranks = Ranks()
+            load_model(ranks, model, read_by_all(ranks, Path(checkpoint)), strict, is_sharded=False)
+        else:
+            self._non_strict_load_unsharded_model(model, checkpoint, strict, *more, **keywords)
+
+
+def _parameters_by_id(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the working parameters by their ids in a state dict, if it fits them.
+
+    Raises:
+        ModelMismatchError: other parameters, or a state of another shape.
+    """
+    groups = state_dict["param_groups"]
+    live = optimizer.optim.param_groups
+    sizes, expected = ([len(group["params"]) for group in some] for some in (groups, live))
+    ids = [key for group in groups for key in group["params"]]
+    unknown = sorted(set(state_dict["state"]).difference(ids))
+    if sizes != expected or unknown:
+        raise ModelMismatchError(
+            "the optimizer state belongs to other parameters",
+            found=f"state of parameter {unknown[0]}" if sizes == expected else f"groups of {sizes}",
+            expected=f"groups of {expected}",
+        )
+    stepped = (master for group in live for master in group["params"])
+    parameters = {key: optimizer.master_to_working_param[id(master)] for key, master in zip(ids, stepped, strict=True)}
+    for key, state in state_dict["state"].items():
+        for name, value in state.items():
+            if is_per_element(name, value, parameters[key]) and not name.endswith(PADDING):
+                refuse_shape(f"{name} of parameter {key}", value.shape, parameters[key].shape)
+    return parameters
 
 
 @contextmanager

@@ -16,13 +16,19 @@ from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters, note_exa
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS
 
+_STEP = f"{MASTER}_step"
+"""The step of a master, beside it."""
+
 
 @contextmanager
 def masters_in_state(optimizer: Any) -> Iterator[None]:
     """In this context, add each master to the optimizer's state, and the loss scale to its first group."""
     masters = list(_masters(optimizer))
     for master in masters:
-        optimizer.optim.state[master][MASTER] = master.detach()
+        state = optimizer.optim.state[master]
+        if "step" in state:
+            state[_STEP] = float(state["step"])
+        state[MASTER] = master.detach()
     group = optimizer.optim.param_groups[0]
     group[OURS] = {"loss_scale": scale} if (scale := loss_scale(optimizer)) else {}
     try:
@@ -60,9 +66,14 @@ def update_master_params(optimizer: Any, model: Any) -> None:
 
 
 def _pop(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return a master's entry of the state, which has no other entries before the first step."""
+    """Remove and return a master's entry of the state, which has no other entries before the first step.
+
+    Stock ColossalAI keeps the entry of a file that it loaded, trains on and saves it again: then it is outdated.
+    """
     state = optimizer.optim.state.get(stepped, {})
     value: torch.Tensor | None = state.pop(MASTER, None)
+    if (step := state.pop(_STEP, None)) is not None and step != float(state["step"]):
+        value = None
     if not state:
         optimizer.optim.state.pop(stepped, None)
     return value

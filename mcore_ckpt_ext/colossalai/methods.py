@@ -19,15 +19,9 @@ from mcore_ckpt_ext.colossalai.asynchronous import (
     pinned_copy,
     write_model,
 )
-from mcore_ckpt_ext.colossalai.files import (
-    Files,
-    read_by_all,
-    read_optimizer_by_all,
-    read_sharded_by_all,
-    write_one,
-    write_sharded,
-)
+from mcore_ckpt_ext.colossalai.files import Files, write_one, write_sharded
 from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
+from mcore_ckpt_ext.colossalai.reading import load_states, read_by_all, read_optimizer_by_all, read_sharded_by_all
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
 from mcore_ckpt_ext.colossalai.shards import iter_shards, state_dict_shards
 from mcore_ckpt_ext.colossalai.state import Precision, StateDictOptions, Ties, precision_of, zero_strict_state_dict
@@ -216,21 +210,14 @@ class CheckpointIOMethods(ReplacedMethods):
             read_sharded_by_all(inspect_wrapper(model).ranks, Path(checkpoint_index_file)), strict=strict
         )
 
-    def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
+    def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *_: Any, **__: Any) -> None:
         """Load the optimizer like ColossalAI; all ranks refuse a file that one rank cannot read."""
-        if str(checkpoint).endswith(".safetensors"):
-            # Written asynchronously, with flattened names that only ColossalAI's function restores.
-            self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
-            return
-        optimizer.load_state_dict(read_by_all(inspect_wrapper(optimizer.module).ranks, Path(checkpoint)))
+        optimizer.load_state_dict(read_by_all(inspect_wrapper(optimizer.module).ranks, Path(checkpoint), load_states))
 
-    def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
+    def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *_: Any, **__: Any) -> None:
         """Load all files as one state dict, so that it is checked as a whole."""
-        index = Path(checkpoint_index_file)
-        if index.name.endswith(".safetensors.index.json"):
-            self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
-            return
-        optimizer.load_state_dict(read_optimizer_by_all(inspect_wrapper(optimizer.module).ranks, index))
+        ranks = inspect_wrapper(optimizer.module).ranks
+        optimizer.load_state_dict(read_optimizer_by_all(ranks, Path(checkpoint_index_file)))
 
 
 def _state_shards(

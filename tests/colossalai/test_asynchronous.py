@@ -18,8 +18,7 @@ from tests.colossalai import boosted
 from tests.colossalai.asynchronous_writer import AsyncFileWriter
 from tests.colossalai.jobs import bits, refusal
 from tests.colossalai.models import VOCABULARY, Counted, gpt2
-
-PLUGINS = ("gemini", "low_level_zero", "hybrid_parallel")
+from tests.colossalai.plugins import PLUGINS, boost
 
 
 def _strided(vocabulary: int = VOCABULARY) -> Any:
@@ -30,25 +29,8 @@ def _strided(vocabulary: int = VOCABULARY) -> Any:
     return module
 
 
-def _boost(plugin: str) -> Any:
-    from colossalai.booster import Booster
-    from colossalai.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
-    from colossalai.nn.optimizer import HybridAdam
-    from colossalai.utils import safetensors
-
-    safetensors.AsyncFileWriter = AsyncFileWriter
-    strict.install(plugins=PLUGINS)
-    if plugin == "gemini":
-        return boosted.boost(_strided)
-    torch.manual_seed(0)
-    module = _strided()
-    plugins = {
-        "low_level_zero": lambda: LowLevelZeroPlugin(stage=1, precision="bf16"),
-        "hybrid_parallel": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=1, precision="bf16"),
-    }
-    booster = Booster(plugin=plugins[plugin]())
-    model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters(), lr=1e-2))
-    return booster, model, optimizer
+def _boost(plugin: str, seed: int = 0) -> Any:
+    return boost(plugin, _strided, seed)
 
 
 @pytest.mark.parametrize("shard", [True, False])

@@ -22,7 +22,7 @@ from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from mcore_ckpt_ext.colossalai import gathering, state, tensor_parallel
-from mcore_ckpt_ext.colossalai.files import load
+from mcore_ckpt_ext.colossalai.reading import load
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import refusal, same_bits, wrap
 from tests.colossalai.models import Everything

@@ -163,3 +163,23 @@ def test_a_scheduler_goes_on_after_loading(tmp_path: Path, shard: bool) -> None:
         assert optimizer.optim.param_groups[0]["lr"] == 2.5e-3
 
     ranks.run(1, job)
+
+
+def test_masters_of_a_former_step_that_stock_saved_again_are_not_taken(tmp_path: Path) -> None:
+    def job() -> None:
+        strict.install(plugins="low_level_zero")
+        booster, model, optimizer = _boost(1)
+        train(booster, model, optimizer, BEFORE)
+        _save(tmp_path, False, booster, model, optimizer)
+        strict.uninstall()
+        stock = _boost(1, seed=1)
+        _load(tmp_path, False, *stock)
+        train(*stock, MORE)
+        _save(tmp_path, False, *stock)
+        strict.install(plugins="low_level_zero")
+        booster, model, optimizer = _boost(1, seed=2)
+        _load(tmp_path, False, booster, model, optimizer)
+        for master, working in zip(optimizer.optim.param_groups[0]["params"], model.parameters(), strict=True):
+            assert torch.equal(master, working.float().view(-1))
+
+    ranks.run(1, job)
