@@ -34,7 +34,7 @@ def kept_dtypes(job: JobArguments) -> dict[str, str]:
 
 
 def rounding_of(written: JobArguments, running: JobArguments, *, is_scaled_anew: bool) -> str:
-    """Return in words what a resume rounds, because the job keeps it in another precision; empty if nothing.
+    """Return in words what a resume rounds to the precision of the job; empty if nothing.
 
     Args:
         written: the arguments of the job that saved the checkpoint.
