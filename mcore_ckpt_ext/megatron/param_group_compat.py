@@ -62,7 +62,8 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
 def shifts_groups(chain: Chain) -> bool:
     """Return True if stock Megatron copies masters into other groups, because an empty one precedes them.
 
-    Pipeline stages without embeddings have one. Stock Megatron 0.16.1 to 0.19.2 requests the list of groups without empty ones (`extract_matching_values`,
+    Pipeline stages without embeddings have one. Stock Megatron 0.16.1 to 0.19.2 requests the list of groups without
+    empty ones (`extract_matching_values`,
     megatron/core/dist_checkpointing/dict_utils.py), which loads the masters in place; then it copies this list into the
     live groups, by position (`load_state_dict` of Float16OptimizerWithFloat16Params,
     megatron/core/optimizer/optimizer.py). Seen with Muon, --decoupled-lr and --apply-wd-to-qk-layernorm. A layer-wise
