@@ -69,7 +69,8 @@ class Summary:
 
     def __str__(self) -> str:
         changed = (
-            f"; {quantity(self.changed, 'weight')} halfway between two values took the value that this optimizer writes"
+            f"; {quantity(self.changed, 'weight')} became what this optimizer writes for "
+            f"{'its master' if self.changed == 1 else 'their masters'}"
         )
         fresh = f"; {quantity(self.new, 'element')} that the checkpoint's model does not have: newly initialized"
         placed = f"{quantity(self.elements, 'element')}, placed by {' and '.join(self.order_sources)}"
@@ -273,7 +274,7 @@ class LiveRank:
 def _follow(checkpoint: CheckpointView, shard: LiveShard, master: torch.Tensor) -> int:
     """Write the weights that this optimizer derives from new masters.
 
-    Optimizers round differently if a master lies halfway between two weights.
+    Optimizers round differently if a master lies halfway between two weights, and fp16 masters are themselves rounded.
 
     Returns:
         The number of weights that changed.

@@ -31,7 +31,9 @@ class AssessedResume(Resume):
 
 
 def _take_assessment(resume: AssessedResume, performer: Any, assessments: Sequence[LoadAssessment | None]) -> None:
-    resume.assessment = next((assessment for assessment in assessments if assessment is not None), None)
+    found = [assessment for assessment in assessments if assessment is not None]
+    # Stock Megatron may fail on one pipeline stage alone.
+    resume.assessment = next((one for one in found if not one.decision.is_stock), next(iter(found), None))
     if resume.assessment is not None:
         resume.session = resume.session.with_folder(resume.assessment.folder)
 

@@ -198,7 +198,7 @@ class _LoadCall:
             if (assessment := self._decide()) is not None:
                 if assessment.decision.is_stock:
                     return self._load_by_stock(assessment), None
-                return self._fill_optimizer()
+                return self._fill_optimizer(assessment)
         elif self._resume.takes_optimizer:  # an optimizer or a format that only stock Megatron may support
             refuse_another_kind(scope, self._given, directory)
             return self._call_original(), None
@@ -232,6 +232,8 @@ class _LoadCall:
         """Load an optimizer by stock Megatron."""
         with self._skip_random_states(assessment.decision.omits_random_states):
             result = self._call_original(is_moved=assessment.decision.is_moved)
+        if assessment.rounding:
+            announce(assessment.rounding)
         if assessment.may_be_shifted:
             repair_shifted(self._resume.session, self._chunks, self._optimizer, self._arguments)
         return result
@@ -268,7 +270,7 @@ class _LoadCall:
         result, self._summary = loaded
         return result
 
-    def _fill_optimizer(self) -> tuple[Any, MasterCheck]:
+    def _fill_optimizer(self, assessment: LoadAssessment) -> tuple[Any, MasterCheck]:
         """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""
         resume = self._resume
         rank = self._rank
@@ -282,7 +284,7 @@ class _LoadCall:
         data = resume.data.sentence if resume.data is not None else ""
         training = comparison_of_jobs(resume.checkpoint.job.arguments(), resume.running, megatron_version())
         self._has_filled = True
-        parts = [str(rank.summary), grown, random_states, data, training]
+        parts = [str(rank.summary), assessment.rounding, grown, random_states, data, training]
         announce("; ".join(filter(None, parts)), each_time=True)
         return rank.result, rank.master_check(resume.checkpoint)
 

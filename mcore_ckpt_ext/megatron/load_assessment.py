@@ -22,6 +22,7 @@ from mcore_ckpt_ext.megatron.policy import LoadDecision
 from mcore_ckpt_ext.megatron.random_states import grid_may_differ, random_states_are_lacking, random_states_are_too_few
 from mcore_ckpt_ext.megatron.run_folder import detects_format
 from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.optimizers.kept_precision import rounding_of
 from mcore_ckpt_ext.optimizers.table import may_be_shifted
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
 from mcore_ckpt_ext.patching.overrides import Scope
@@ -39,11 +40,13 @@ class LoadAssessment:
         folder: the iteration folder.
         decision: which of stock Megatron and this package loads the optimizer, and why.
         is_presented: `sources.legacy_state_dict` has to present the weights to Megatron.
+        rounding: see `rounding_of`.
     """
 
     folder: Path
     decision: LoadDecision
     is_presented: bool = False
+    rounding: str = ""
 
     @property
     def may_be_shifted(self) -> bool:
@@ -77,7 +80,12 @@ def assess(
     if decision is None:
         return None
     lacking = random_states_are_too_few(facts.written, facts.running) or lacks_states(facts.written)
-    return LoadAssessment(session.folder, replace(decision, omits_random_states=lacking), is_presented=common is None)
+    return LoadAssessment(
+        session.folder,
+        replace(decision, omits_random_states=lacking),
+        is_presented=common is None,
+        rounding=rounding_of(facts.written, facts.running, is_scaled_anew=facts.is_moved),
+    )
 
 
 def explain(decision: LoadDecision, folder: Path) -> None:

@@ -59,6 +59,25 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     return bool(stored) and any(identity(group, keys) not in stored_identities for group in live)
 
 
+def shifts_groups(chain: Chain) -> bool:
+    """Return True if stock Megatron copies masters into other groups, because an empty one precedes them.
+
+    Pipeline stages without embeddings have one. Stock Megatron 0.16.1 to 0.19.2 requests the list of groups without
+    empty ones (`extract_matching_values`,
+    megatron/core/dist_checkpointing/dict_utils.py), which loads the masters in place; then it copies this list into the
+    live groups, by position (`load_state_dict` of Float16OptimizerWithFloat16Params,
+    megatron/core/optimizer/optimizer.py). Seen with Muon, --decoupled-lr and --apply-wd-to-qk-layernorm. A layer-wise
+    optimizer wraps its empty groups (`sharded_state_dict`, layer_wise_optimizer.py).
+    """
+    plain = (child for child, layer_wise in chain.whole if layer_wise is None)
+    listed = (list(getattr(child, "fp32_from_float16_groups", ())) for child in plain)
+    return any(
+        group and group is not loaded
+        for groups in listed
+        for group, loaded in zip(groups, filter(None, groups), strict=False)
+    )
+
+
 def _identities(groups: Sequence[Group], keys: Sequence[str]) -> list[tuple[Any, ...]]:
     """Return the different identities of groups, whose values a damaged file may have made unhashable."""
     different: list[tuple[Any, ...]] = []

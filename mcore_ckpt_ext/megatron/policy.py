@@ -35,6 +35,7 @@ from mcore_ckpt_ext.megatron.param_group_compat import (
     lacks_identity,
     lacks_live_group,
     overrides_own_bounds,
+    shifts_groups,
 )
 from mcore_ckpt_ext.optimizers.stock_failures import (
     CPU_OFFLOADING,
@@ -255,6 +256,12 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: bool(facts.chain.whole) and not facts.has_as_many_groups(),
     ),
     Check(
+        "empty groups",
+        "it drops empty groups of masters, and copies those of the groups after them into other groups",
+        "extract_matching_values, megatron/core/dist_checkpointing/dict_utils.py, 0.16.1 to 0.19.2",
+        lambda facts: shifts_groups(facts.chain),
+    ),
+    Check(
         "number of optimizers",
         "it loads as many chained optimizers as were saved, and fails if the job has another number",
         "ChainedOptimizer.load_state_dict, megatron/core/optimizer/optimizer.py, 0.7.0 to 0.19.2",
@@ -294,11 +301,7 @@ CHECKS: tuple[Check, ...] = (
         f"load_checkpoint, {_CHECKPOINTING}; load_state_dict, {_OPTIMIZER}, 0.7.0 to 0.19.2",
         lambda facts: not stock_can_load(facts.optimizer_format, facts.is_moved, facts.version),
     ),
-    Check(
-        *SHIFTED_PARAMETERS,
-        lambda facts: facts.is_shifted(),
-        loops=(Loop.CORE,),
-    ),
+    Check(*SHIFTED_PARAMETERS, lambda facts: facts.is_shifted(), loops=(Loop.CORE,)),
     Check(
         "group settings",
         "it fails if a stored parameter group lacks a setting that distinguishes groups",

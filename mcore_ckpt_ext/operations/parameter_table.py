@@ -30,6 +30,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
 )
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.optimizers.kept_precision import kept_dtypes
 from mcore_ckpt_ext.planning.plan import named_tensor
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, dtype_named
 
@@ -253,19 +254,9 @@ def _has_remainders(job: JobArguments) -> bool:
 
 
 def _state_dtypes(job: JobArguments) -> dict[str, int]:
-    """Return the bytes of kinds whose precision is an argument (`--use-precision-aware-optimizer`).
-
-    Offloaded to the host, all of them are in fp32: the classes there get no precision (`HybridDeviceOptimizer`,
-    megatron/core/optimizer/__init__.py, core_v0.12.0 to 0.19.2).
-    """
-    if not job.use_precision_aware_optimizer or job.optimizer_cpu_offload:
-        return {FP32_PARAM: 4, EXP_AVG: 4, EXP_AVG_SQ: 4}
-    chosen = {EXP_AVG: "exp_avg_dtype", EXP_AVG_SQ: "exp_avg_sq_dtype", FP32_PARAM: "main_params_dtype"}
-    return {kind: _bytes_of(str(job.raw[name])) for kind, name in chosen.items() if name in job.raw}
+    """Return the bytes of kinds whose precision is an argument."""
+    return {kind: _bytes_of(dtype) for kind, dtype in kept_dtypes(job).items()}
 
 
 def _bytes_of(dtype: str) -> int:
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
-    name = dtype.removeprefix("torch.")
-    name = names.get(name, name)
-    return dtype_named(name).itemsize if name in DTYPE_NAMES else 4
+    return dtype_named(dtype).itemsize if dtype in DTYPE_NAMES else 4

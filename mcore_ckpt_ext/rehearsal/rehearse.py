@@ -188,7 +188,8 @@ class _Rehearsing:
             failure = SHIFTED_PARAMETERS
         is_stock = decision.is_stock and failure is None
         why = None if failure is None else f"{failure.name}; stock Megatron cannot do this: {failure.consequence}"
-        self._plain = replace(self._plain, loaded_by=STOCK if is_stock else PACKAGE, why=why)
+        notes = (*self._plain.notes, *filter(None, [ranks.assessment.rounding]))
+        self._plain = replace(self._plain, loaded_by=STOCK if is_stock else PACKAGE, why=why, notes=notes)
         self._plans = not decision.is_stock
 
     def _success(self, load: MegatronResume, ranks: SimulatedRanks, written: JobArguments) -> Rehearsal:

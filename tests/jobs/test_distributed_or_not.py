@@ -67,6 +67,7 @@ def results(of_checkout: bool, tmp_path_factory: pytest.TempPathFactory) -> Resu
         Turn(folder / "nothing", SAME, optimizer=PLAIN_SGD, precision=(), saves=True, until=5),
         Turn(folder / "nothing, TP2", OTHER, optimizer=PLAIN_SGD, precision=(), load=run["nothing"]),
         Turn(folder / "momentum lost", SAME, optimizer=PLAIN_SGD, load=run["SGD"]),
+        Turn(folder / "momentum gained", SAME, optimizer=SGD, load=run["plain SGD"]),
         Turn(folder / "from SGD to Adam", SAME, optimizer=WHOLE, load=run["SGD"]),
         Turn(folder / "experts, stock", EP1, more=GATED_EXPERTS, optimizer=WHOLE, precision=(), load=run["experts"],
              stock=True),
@@ -146,11 +147,16 @@ def test_stock_alone_cannot(name: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("momentum lost", "nothing but its master"), ("from SGD to Adam", "exp_avg and exp_avg_sq")]
+    ("name", "found", "wanted"),
+    [
+        ("momentum lost", "momentum_buffer", "the master alone"),
+        ("momentum gained", "the master alone", "momentum_buffer"),
+        ("from SGD to Adam", "momentum_buffer", "exp_avg and exp_avg_sq"),
+    ],
 )
-def test_a_momentum_is_not_dropped(name: str, wanted: str, results: Results) -> None:
+def test_a_momentum_is_neither_dropped_nor_invented(name: str, found: str, wanted: str, results: Results) -> None:
     refused = results[name]
     assert refused.returncode != 0
-    assert "found: momentum_buffer of this parameter" in refused.output
+    assert f"found: {found} of this parameter" in refused.output
     assert f"expected: {wanted}" in refused.output
     assert "the optimizer is unchanged" in refused.output

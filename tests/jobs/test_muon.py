@@ -43,6 +43,10 @@ WITH_LION = (*MUON, "--muon-scalar-optimizer", "lion")
 # Adam's or Lion's part in a DistributedOptimizer of its own.
 SPLIT = {"TEST_BY_FUNCTION": "1"}
 BESIDE = "layer_wise + dp_reshardable"
+# Stages without embeddings have an empty group before two others, with masters of one shape.
+GROUPS = (*LLAMA, "--decoupled-lr", "5e-4", "--qk-layernorm", "--apply-wd-to-qk-layernorm",
+          "--num-attention-heads", "1", "--num-query-groups", "1")  # fmt: skip
+STAGES = Layout(1, 4, 4)
 # Muon's update of a matrix that tensor parallelism cuts is another one; see the fixtures' `stock_reshard`.
 NEAR = 1e-3
 
@@ -54,7 +58,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("the Muon of 0.16 does not run with emerging-optimizers 0.3.0")
     folder = tmp_path_factory.mktemp("muon")
     adam, stocks = fixture_named("p41").run, fixture_named("p44").run
-    split, experts, lion, beside = (folder / name / "checkpoints" for name in ("split", "experts", "lion", "with Lion"))
+    split, experts, lion, beside, stages = (
+        folder / name / "checkpoints" for name in ("split", "experts", "lion", "with Lion", "stages")
+    )
     turns = [
         Turn(folder / "split", LAYOUT, more=LLAMA, optimizer=LAYER_WISE, saves=True, until=LAST, environment=SPLIT),
         Turn(folder / "split, TP2", OTHER, more=LLAMA, optimizer=LAYER_WISE, load=split, until=LAST, environment=SPLIT),
@@ -77,6 +83,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Turn(folder / "from Adam to adaptive Muon", LAYOUT, optimizer=ADAPTIVE, load=adam),
         Turn(folder / "SOAP saves", LAYOUT, optimizer=SOAP, saves=True, until=SAVED),
         Turn(folder / "adaptive Muon steps", LAYOUT, optimizer=ADAPTIVE, until=1),
+        Turn(folder / "stages", STAGES, more=GROUPS, optimizer=MUON, saves=True, until=5),
+        Turn(folder / "stages, again", STAGES, more=GROUPS, optimizer=MUON, load=stages),
+        Turn(folder / "stages, stock", STAGES, more=GROUPS, optimizer=MUON, load=stages, stock=True),
     ]  # fmt: skip
     plugins = [] if request.param else [RANK_SCRIPTS / "model_by_function.py"]  # as a checkout's own script does
     return run_in_turn(folder, turns, plugins, of_checkout=request.param)
@@ -129,6 +138,16 @@ def test_stock_loads_what_it_can_reshard(results: Results) -> None:
     assert (resumed.said_of_loads == []) != results.of_checkout
     assert len([line for line in resumed.said if SEEDED in line]) == 1
     assert differing(fixture_named("p44").truth, assemble(resumed.at_load)) == []
+
+
+def test_masters_behind_an_empty_group_stay_theirs(results: Results) -> None:
+    """Stock copies the masters of the other norms into those of queries and keys, under the same layout."""
+    saved, resumed = results.job("stages"), results.job("stages, again")
+    assert_resumed(saved, resumed, KINDS["split"])
+    assert resumed.losses[5] == saved.losses[5]
+    wrong = differing(assemble(saved.at_save), assemble(results.job("stages, stock").at_load))
+    assert wrong
+    assert all(name.startswith("fp32_param.") and "_layernorm." in name for name in wrong)
 
 
 def test_lion_becomes_layer_wise(results: Results) -> None:

@@ -78,6 +78,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Turn(folder / "off, same layout", LAYOUT, more=LLAMA, load=remainders, until=LAST),
         Turn(folder / "on, same layout", LAYOUT, more=AWARE, load=masters, until=LAST),
         Turn(folder / "on, TP2", OTHER, more=AWARE, load=masters, until=LAST),
+        Turn(folder / "reduced, same layout", LAYOUT, more=REDUCED, load=remainders),
         Turn(folder / "reduced", OTHER, more=REDUCED, load=masters, environment=WHOLE),
         Turn(folder / "half, same layout", LAYOUT, more=HALF, load=half, until=LAST),
         Turn(folder / "half, TP2", OTHER, more=HALF, load=half, until=LAST),
@@ -153,7 +154,21 @@ def test_masters_become_remainders(masters: Job, results: Results, name: str) ->
     assert_losses_go_on(masters, resumed)
 
 
+REDUCED_WORDS = "rounded, because this job keeps them so: first moments to bf16, second moments to fp16"
+
+
+def test_what_stock_rounds_is_said(results: Results) -> None:
+    """Its casts have no message."""
+    said = results.job("reduced, same layout").said
+    if results.megatron == "0.16":  # whose own load fails
+        assert REDUCED_WORDS in said[0]
+    else:
+        assert [line.partition("] [mcore_ckpt_ext] ")[2] for line in said] == [REDUCED_WORDS]
+    assert results.job("stock's own").said == [] or results.megatron == "0.16"
+
+
 def test_reduced_moments_take_the_nearest_numbers_of_their_dtype(masters: Job, results: Results) -> None:
+    assert f"; {REDUCED_WORDS};" in results.job("reduced").output
     expected, found = assemble(masters.at_save), assemble(results.job("reduced").at_load)
     kinds = {"exp_avg.": 2**-8, "exp_avg_sq.": 2**-10}
     for name, values in expected.items():
@@ -175,6 +190,7 @@ def test_masters_of_half_precision_are_verified_to_be_near(results: Results, tmp
         assert_same_training_state(saved.at_save, resumed.at_load)
         assert_losses_go_on(saved, resumed)
     found = assemble(results.job("half, TP2").at_load)  # other shards have other scales
+    assert "keeps them so: masters to fp16, first moments to fp16;" in results.job("half, TP2").output
     for name, values in truth.items():
         torch.testing.assert_close(found[name], values, rtol=2**-7, atol=float(values.abs().max()) * 2**-24)
     assert_exactly_goes_on(saved, "half, same layout", results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -45,8 +45,8 @@ def model(**arguments: Any) -> JobArguments:
     return JobArguments.of({"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, **arguments})
 
 
-def whole(inner: Any) -> Chain:
-    return Chain([], [(SimpleNamespace(optimizer=inner), None)], [])
+def whole(inner: Any, masters: Sequence[Sequence[int]] = (), layer_wise: Any = None) -> Chain:
+    return Chain([], [(SimpleNamespace(optimizer=inner, fp32_from_float16_groups=masters), layer_wise)], [])
 
 
 WEIGHT = torch.nn.Parameter(torch.zeros(2, dtype=torch.float32))
@@ -72,6 +72,7 @@ FACTS: Mapping[str, dict[str, Any]] = {
     "layer-wise files": {"loop": Loop.LEGACY, "has_own_files": lambda: False},
     "distributed or not": {**IN_PLACE, "chain": whole(torch.optim.Adam([HALF]))},
     "number of groups": {"chain": whole(torch.optim.Adam([HALF])), "has_as_many_groups": lambda: False},
+    "empty groups": {"chain": whole(torch.optim.Adam([HALF]), [[], [1], [2]])},
     "number of optimizers": {"optimizer_counts": (2, 1)},
     "SGD": {"chain": whole(torch.optim.SGD([HALF], lr=1.0))},
     "CPU offloading": {"chain": distributed(SimpleNamespace(sub_optimizers=[], param_groups=[]))},
@@ -178,3 +179,13 @@ def test_groups_with_values_that_cannot_be_hashed_are_compared() -> None:
     check = next(check for check in CHECKS if check.name == "groups with rates of their own")
     assert check.concerns(replace(facts, stored_groups=lambda: [*alike, {**IDENTITY, "max_lr": [5e-4]}]))
     assert not check.concerns(replace(facts, stored_groups=lambda: alike))
+
+
+def test_empty_groups_matter_before_two_others() -> None:
+    """The last group is loaded in place and not overwritten. A layer-wise optimizer wraps its empty groups."""
+    adam = torch.optim.Adam([HALF])
+    for masters in ([[1], []], [[1], [2]], [[], [1]], [[1], [], [2]]):
+        assert decide(LoadFacts(Loop.MEGATRON, (0, 19), chain=whole(adam, masters))).is_stock
+    masters = [[1], [], [2], [3]]
+    assert not decide(LoadFacts(Loop.MEGATRON, (0, 19), chain=whole(adam, masters))).is_stock
+    assert decide(LoadFacts(Loop.MEGATRON, (0, 19), chain=whole(adam, masters, layer_wise=object()))).is_stock

@@ -166,12 +166,16 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
         ModelMismatchError: the optimizer needs state that is not stored, or stored state would be dropped.
     """
     state = checkpoint.optimizer.state()
-    stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
-    needed = set(shard.kinds)
-    if stored and stored != needed:
-        actual = f"{' and '.join(sorted(stored))} of this parameter"
-        expected = " and ".join(sorted(needed)) or "nothing but its master"
-        raise another_kind_of_optimizer(actual, expected, f"{shard.name}, {checkpoint.files.folder}")
+    found = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None}
+    stored, needed = found - {FP32_PARAM}, set(shard.kinds)
+    is_masters_only = found == set(state.carried_kinds) == {FP32_PARAM}
+    if stored != needed and (stored or is_masters_only):
+        where = f"{shard.name}, {checkpoint.files.folder}"
+        raise another_kind_of_optimizer(f"{_list_kinds(stored)} of this parameter", _list_kinds(needed), where)
+
+
+def _list_kinds(kinds: set[str]) -> str:
+    return " and ".join(sorted(kinds)) or "the master alone"
 
 
 def another_kind_of_optimizer(found: str, expected: str, where: str) -> ModelMismatchError:
@@ -181,8 +185,8 @@ def another_kind_of_optimizer(found: str, expected: str, where: str) -> ModelMis
         found=found,
         expected=expected,
         where=where,
-        hint="resume with the checkpoint's own --optimizer (to see it: mcore-ckpt inspect PATH), or with "
-        "--no-load-optim: one optimizer's state cannot be computed from another's",
+        hint="resume with the checkpoint's own --optimizer and --sgd-momentum (to see them: mcore-ckpt inspect PATH), "
+        "or with --no-load-optim: one optimizer's state cannot be computed from another's",
     )
 
 
