@@ -17,7 +17,7 @@ from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
 from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS
 
 _STEP = f"{MASTER}_step"
-"""The step of a master, beside it."""
+"""The entry with the number of steps that a master has taken."""
 
 
 @contextmanager

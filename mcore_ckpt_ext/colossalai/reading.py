@@ -137,7 +137,10 @@ def _damage_named(file: Path) -> Iterator[None]:
     except Exception as error:  # a damaged file can make them fail in any way
         reason = str(error).partition("\n")[0]
         raise UnreadableCheckpointError(
-            "a file of the checkpoint cannot be read", found=f"{type(error).__name__}: {reason}", where=str(file)
+            "a file of the checkpoint cannot be read",
+            found=f"{type(error).__name__}: {reason}",
+            where=str(file),
+            hint="use another copy of the checkpoint; this file is damaged",
         ) from error
 
 

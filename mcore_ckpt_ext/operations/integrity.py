@@ -98,9 +98,9 @@ class StoredChecksums:
         return sum(length for *_, length in self._archives) + sum(array.length for array in self._arrays)
 
     def bytes_to_read(self, content: int) -> int:
-        """Return an estimate of the bytes that `verify` reads, of which `content` are those of the parameters.
+        """Return an estimate of the bytes that `verify` reads.
 
-        The check of the parameters compares the checksums of what it reads.
+        The check of the parameters, which reads `content` bytes, compares their checksums at the same time.
         """
         return max(self._guarded, content) + self._manifest.nbytes
 
