@@ -38,6 +38,9 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy_fusion_impl": ("native", "te"),
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     "weight_decay_incr_style": ("constant", "linear", "cosine"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
 """The words that an argument of the estimate of memory or of a rehearsal may have, or each item of its list.
 

@@ -173,6 +173,20 @@ Sources: the assertions of `OptimizerParamScheduler.__init__` (megatron/core/opt
 `DistributedDataParallelConfig.__post_init__` (core_v0.19.2).
 """
 
+_NEEDED = {
+    "main_params_dtype": "use_precision_aware_optimizer",
+    "exp_avg_dtype": "use_precision_aware_optimizer",
+    "exp_avg_sq_dtype": "use_precision_aware_optimizer",
+    "optimizer_cpu_offload": "use_precision_aware_optimizer",
+    "use_precision_aware_optimizer": "use_distributed_optimizer",
+}
+_DEFAULTS = ("None", "False", "fp32", "torch.float32")
+"""What these arguments are without their flags; other values need another argument.
+
+Sources: the assertions of `OptimizerConfig.__post_init__` (megatron/core/optimizer/optimizer_config.py), `validate_args`
+(core_v0.16.1 to the development head of November 2026) and, there, `get_megatron_optimizer`.
+"""
+
 
 def _check_together(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Refuse arguments that contradict each other.
@@ -187,6 +201,14 @@ def _check_together(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> 
     for refusal, (names, hint) in _EXCLUSIVE.items():
         if all(settings.get(name) for name in names):
             raise UsageError(refusal, found=" and ".join(names), expected="one of them", hint=hint)
+    for name, needed in _NEEDED.items():
+        is_changed = name in changes or needed in changes
+        if is_changed and str(settings.get(name)) not in _DEFAULTS and not settings.get(needed):
+            raise UsageError(
+                f"Megatron accepts this argument only with --{needed.replace('_', '-')}",
+                found=name,
+                hint=f"--change {name}={changes.get(name, settings[name])} {needed}=true",
+            )
     check_schedule(settings, changes)
 
 

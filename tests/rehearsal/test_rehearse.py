@@ -172,7 +172,7 @@ def test_an_earlier_release_does_not_read_the_files_of_a_later_one(version: str,
         ({"lr": 5e-4, "override_opt_param_scheduler": True}, None),
         ({"min_lr": 1e-6, "use_checkpoint_opt_param_scheduler": True}, None),
         ({"use_distributed_optimizer": False}, None),
-        ({"optimizer_cpu_offload": True}, None),
+        ({"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}, None),
     ],
 )
 def test_options_that_differ(changes: dict[str, Any], refused: str | None) -> None:
@@ -221,6 +221,13 @@ def test_two_schedules_are_refused() -> None:
         ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by: 0; expected: a whole number from 1"),
         ({"lr_decay_style": "banana"}, "lr_decay_style: 'banana'; expected: constant, linear, cosine"),
         ({"weight_decay_incr_style": "banana"}, "weight_decay_incr_style: 'banana'; expected: constant, linear"),
+        ({"exp_avg_dtype": "banana"}, "exp_avg_dtype: 'banana'; expected: fp32, fp16, bf16, fp8"),
+        ({"exp_avg_dtype": "bf16"}, "only with --use-precision-aware-optimizer; found: exp_avg_dtype"),
+        ({"optimizer_cpu_offload": True}, "only with --use-precision-aware-optimizer; found: optimizer_cpu_offload"),
+        (
+            {"use_precision_aware_optimizer": True, "use_distributed_optimizer": False},
+            "only with --use-distributed-optimizer; found: use_precision_aware_optimizer",
+        ),
     ],
 )
 def test_changes_that_megatron_asserts_against(changes: dict[str, Any], refusal: str) -> None:
