@@ -36,15 +36,19 @@ def kept_dtypes(job: JobArguments) -> dict[str, str]:
 def rounding_of(written: JobArguments, running: JobArguments, *, is_scaled_anew: bool) -> str:
     """Return in words what a resume rounds to the precision of the job; empty if nothing.
 
+    A job in fp32 steps its weights, whatever the dtype of masters (`step`, fused_adam.py).
+
     Args:
         written: the arguments of the job that saved the checkpoint.
         running: the arguments of the job that resumes it.
         is_scaled_anew: whether the shards, and so their scales, may differ from those of the job that saved it.
     """
     before = kept_dtypes(written)
+    steps_weights = running.bf16 is False and not running.fp16
 
     def stays(kind: str, dtype: str) -> bool:
-        return before.get(kind) == dtype and not (is_scaled_anew and dtype in _SCALED)
+        is_kept = before.get(kind) == dtype and not (is_scaled_anew and dtype in _SCALED)
+        return is_kept or (kind == FP32_PARAM and steps_weights)
 
     rounded = [
         f"{_WORDS[kind]} to {_FLAGS.get(dtype, dtype)}"

@@ -31,6 +31,7 @@ LIVE = {**AWARE, "exp_avg_dtype": torch.bfloat16}
         ({**AWARE, "exp_avg_dtype": "fp8"}, {**AWARE, "exp_avg_dtype": "fp8"}, False, ""),
         ({**AWARE, "exp_avg_dtype": "fp8"}, {**AWARE, "exp_avg_dtype": "fp8"}, True, "first moments to fp8"),
         ({}, {**AWARE, "main_params_dtype": "fp16"}, False, "masters to fp16"),
+        ({}, {**AWARE, "main_params_dtype": "fp16", "bf16": False}, False, ""),
     ],
 )
 def test_what_is_rounded(written: dict[str, Any], running: dict[str, Any], is_scaled_anew: bool, rounded: str) -> None:
