@@ -183,8 +183,8 @@ _NEEDED = {
 _DEFAULTS = ("None", "False", "fp32", "torch.float32")
 """What these arguments are without their flags; other values need another argument.
 
-Sources: the assertions of `OptimizerConfig.__post_init__` (megatron/core/optimizer/optimizer_config.py), `validate_args`
-(core_v0.16.1 to the development head of November 2026) and, there, `get_megatron_optimizer`.
+Sources: the assertions of `OptimizerConfig.__post_init__` (megatron/core/optimizer/optimizer_config.py) and
+`validate_args`, core_v0.16.1 to the development head of November 2026, and there `get_megatron_optimizer`.
 """
 
 
