@@ -31,9 +31,9 @@ class AssessedResume(Resume):
 
 
 def _take_assessment(resume: AssessedResume, performer: Any, assessments: Sequence[LoadAssessment | None]) -> None:
-    found = [assessment for assessment in assessments if assessment is not None]
     # Stock Megatron may fail on one pipeline stage alone.
-    resume.assessment = next((one for one in found if not one.decision.is_stock), next(iter(found), None))
+    stock_last = sorted(filter(None, assessments), key=lambda assessment: assessment.decision.is_stock)
+    resume.assessment = next(iter(stock_last), None)
     if resume.assessment is not None:
         resume.session = resume.session.with_folder(resume.assessment.folder)
 

@@ -11,17 +11,16 @@ megatron/training/arguments.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agree, agree_here
+from mcore_ckpt_ext.collectives import agree_here
 from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR, plain_backend
 from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.megatron.live.model import Chunks
-from mcore_ckpt_ext.megatron.load_assessment import explain
+from mcore_ckpt_ext.megatron.load_assessment import LoadAssessment
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
+from mcore_ckpt_ext.megatron.policy import decide
 from mcore_ckpt_ext.megatron.run_folder import folder_to_load
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import MegatronFsdpAdapter
 from mcore_ckpt_ext.megatron.sources.torch_fsdp import TorchFsdpAdapter
@@ -34,37 +33,29 @@ def is_of_fsdp(arguments: Any) -> bool:
     return arguments.ckpt_format == FSDP_DTENSOR and bool(getattr(arguments, "use_megatron_fsdp", False))
 
 
-def load_into_fsdp(
-    scope: Scope, session: LoadSession, directory: str | None, stock: Callable[[], Any]
-) -> tuple[Any, str]:
-    """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
+def assess_fsdp(session: LoadSession, directory: str | None, arguments: Any, optimizer: Any) -> LoadAssessment | None:
+    """Assess the checkpoint for a job of either FSDP; None if this package has nothing to load."""
+    folder = folder_to_load(directory, arguments)
+    if folder is None:
+        return None
+    if is_of_fsdp(arguments):
+        is_own = plain_backend(session.with_folder(folder).index) == FSDP_DTENSOR
+        return LoadAssessment(folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=is_own)))
+    return None if optimizer is None else LoadAssessment(folder, decide(LoadFacts(Loop.TORCH_FSDP)))
+
+
+def load_into_fsdp(scope: Scope, session: LoadSession, stock: Callable[[], Any]) -> tuple[Any, str]:
+    """Load a checkpoint of another format into a job of Megatron-FSDP, through a `VirtualStorageReader`.
 
     Returns:
-        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has loaded.
+        The result of `stock`, which calls the original, and a summary.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
     """
     arguments = scope["get_args"]()
-
-    def inspect_here() -> tuple[Path, LoadDecision] | None:
-        folder = folder_to_load(directory, arguments)
-        if folder is None:
-            return None
-        is_own = plain_backend(session.with_folder(folder).index) == FSDP_DTENSOR
-        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=is_own))
-
-    looked = agree("looking at the checkpoint", inspect_here)[0]
-    if looked is None:
-        return stock(), ""
-    folder, decision = looked
-    explain(decision, folder)
-    if decision.is_stock:
-        return stock(), ""
-    here = session.with_folder(folder)
-    return agree_here("opening the checkpoint", lambda: MegatronFsdpAdapter(here, arguments)).load(
-        scope, arguments, stock
-    )
+    adapter = agree_here("opening the checkpoint", lambda: MegatronFsdpAdapter(session, arguments))
+    return adapter.load(scope, arguments, stock)
 
 
 def is_of_torch_fsdp(arguments: Any) -> bool:
@@ -89,27 +80,17 @@ def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
 
 
 def load_into_torch_fsdp(
-    scope: Scope,
-    session: LoadSession,
-    directory: str | None,
-    chunks: Chunks,
-    optimizer: Any,
-    stock: Callable[[], Any],
+    scope: Scope, session: LoadSession, chunks: Chunks, optimizer: Any, stock: Callable[[], Any]
 ) -> tuple[Any, str]:
     """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
 
     Returns:
-        The result of `stock`, which calls the original, and a summary; empty if stock Megatron has loaded.
+        The result of `stock`, which calls the original, and a summary.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
     """
     arguments = scope["get_args"]()
-    folder = agree("looking at the checkpoint", lambda: folder_to_load(directory, arguments))[0]
-    if folder is None or optimizer is None:
-        return stock(), ""
-    explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
-    here = session.with_folder(folder)
-    adapter = agree_here("opening the checkpoint", lambda: TorchFsdpAdapter(here, arguments, chunks, optimizer))
+    adapter = agree_here("opening the checkpoint", lambda: TorchFsdpAdapter(session, arguments, chunks, optimizer))
     with adapter.returning_state():
         return adapter.load(scope, arguments, stock)

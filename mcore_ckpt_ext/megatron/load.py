@@ -22,6 +22,7 @@ from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import MasterCheck
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.cyclic_sampler import keep_history
+from mcore_ckpt_ext.megatron.decision_phases import ASSESSMENT
 from mcore_ckpt_ext.megatron.energon_states import provide_states
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.fsdp_load import (
@@ -35,6 +36,7 @@ from mcore_ckpt_ext.megatron.huggingface_start import start_from
 from mcore_ckpt_ext.megatron.live.job_ranks import perform
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
+from mcore_ckpt_ext.megatron.live.phases import Phase
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
 from mcore_ckpt_ext.megatron.load_assessment import (
     LoadAssessment,
@@ -185,14 +187,8 @@ class _LoadCall:
         arguments = self._arguments
         directory = self._resume.directory
         perform(CHECKING, self._resume, self._rank)
-        if is_of_fsdp(arguments):
-            result, self._summary = load_into_fsdp(scope, self._resume.session, directory, self._call_original)
-            return result, None
-        if is_of_torch_fsdp(arguments):
-            session = self._resume.session
-            loaded = load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._call_original)
-            result, self._summary = loaded
-            return result, None
+        if self._resume.is_sharded:
+            return self._load_sharded(), None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(arguments, self._optimizer):
             if (assessment := self._decide()) is not None:
@@ -204,9 +200,22 @@ class _LoadCall:
             return self._call_original(), None
         return self._load_weights_alone(), None
 
-    def _decide(self) -> LoadAssessment | None:
+    def _load_sharded(self) -> Any:
+        """Load into a model that Megatron-FSDP or torch's FSDP shards."""
+        assessment = self._decide([ASSESSMENT])
+        if assessment is None or assessment.decision.is_stock:
+            return self._call_original()
+        session = self._resume.session
+        if is_of_torch_fsdp(self._arguments):
+            loaded = load_into_torch_fsdp(self._scope, session, self._chunks, self._optimizer, self._call_original)
+        else:
+            loaded = load_into_fsdp(self._scope, session, self._call_original)
+        result, self._summary = loaded
+        return result
+
+    def _decide(self, phases: Sequence[Phase] = DECIDING) -> LoadAssessment | None:
         """Decide who loads the optimizer; None if there is none that this package could fill. Collective."""
-        perform(DECIDING, self._resume, self._rank)
+        perform(phases, self._resume, self._rank)
         if (assessment := self._resume.assessment) is not None:
             explain(assessment.decision, assessment.folder)
         return assessment

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
+from mcore_ckpt_ext.megatron.fsdp_load import assess_fsdp
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.load_assessment import (
     LoadAssessment,
@@ -89,6 +90,8 @@ class MegatronRank(LiveRank):
 
     def assess(self, resume: MegatronResume) -> LoadAssessment | None:
         """Assess the checkpoint for the live optimizer."""
+        if resume.is_sharded:
+            return assess_fsdp(resume.session, resume.directory, resume.arguments, self._optimizer)
         if resume.is_local:
             return None
         return assess_live(

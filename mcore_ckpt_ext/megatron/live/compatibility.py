@@ -166,9 +166,10 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
         ModelMismatchError: the optimizer needs state that is not stored, or stored state would be dropped.
     """
     state = checkpoint.optimizer.state()
-    found = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None}
-    stored, needed = found - {FP32_PARAM}, set(shard.kinds)
-    is_masters_only = found == set(state.carried_kinds) == {FP32_PARAM}
+    with_master = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None}
+    stored = with_master - {FP32_PARAM}
+    needed = set(shard.kinds)
+    is_masters_only = with_master == set(state.carried_kinds) == {FP32_PARAM}
     if stored != needed and (stored or is_masters_only):
         where = f"{shard.name}, {checkpoint.files.folder}"
         raise another_kind_of_optimizer(f"{_list_kinds(stored)} of this parameter", _list_kinds(needed), where)

@@ -14,7 +14,8 @@ from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
 from mcore_ckpt_ext.megatron import fsdp_load
-from mcore_ckpt_ext.megatron.fsdp_load import load_into_fsdp
+from mcore_ckpt_ext.megatron.fsdp_load import assess_fsdp, load_into_fsdp
+from mcore_ckpt_ext.megatron.load_assessment import LoadAssessment
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
 from mcore_ckpt_ext.operations.block_reader import BlockReader
@@ -67,22 +68,28 @@ def test_a_master_that_is_not_that_of_its_weight(tmp_path: Path) -> None:
     assert isinstance(refusal.value.failures[0][0], ProofError)
 
 
-def loading(name: str) -> tuple[LoadSession, str]:
-    """Return the session and the run folder of a load."""
+def assessed(name: str) -> LoadAssessment:
+    """Return the assessment of a checkpoint for a job of Megatron-FSDP."""
     run = fixture_named(name).run
-    return LoadSession(run), str(run)
+    arguments = Namespace(
+        ckpt_step=None, non_persistent_ckpt_type=None, ckpt_format="fsdp_dtensor", use_megatron_fsdp=True
+    )
+    found = assess_fsdp(LoadSession(run), str(run), arguments, None)
+    assert found is not None
+    return found
 
 
 def test_pipeline_stages_are_refused() -> None:
     """With the reason, before stock builds anything."""
-    arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None, pipeline_model_parallel_size=2)
+    found = assessed("p10")
+    assert not found.decision.is_stock
+    arguments = Namespace(pipeline_model_parallel_size=2)
     with pytest.raises(ResumeRefusedError, match="layer numbers of Megatron-FSDP's pipeline stages"):
-        load_into_fsdp({"get_args": lambda: arguments}, *loading("p10"), lambda: pytest.fail("called"))
+        load_into_fsdp({"get_args": lambda: arguments}, LoadSession(found.folder), lambda: pytest.fail("called"))
 
 
 def test_its_own_format_is_left_to_stock() -> None:
-    arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None)
-    assert load_into_fsdp({"get_args": lambda: arguments}, *loading("p50"), lambda: "stock") == ("stock", "")
+    assert assessed("p50").decision.is_stock
 
 
 @pytest.mark.parametrize(
