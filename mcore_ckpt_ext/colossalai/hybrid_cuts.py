@@ -85,8 +85,22 @@ def join_shards(
     return tensor_parallel.whole(parameter, value, room), tensor_parallel.padding_of(parameter, room, value)
 
 
+def refuse_loaded_shapes(key: int, state: State, parameter: Any) -> None:
+    """Raise ModelMismatchError if a loaded state of parameter `key` has another shape than that."""
+    expected = tensor_parallel.whole_shape(parameter)
+    for name, value in state.items():
+        if is_per_element(name, value, parameter) and not name.endswith(PADDING) and value.shape != expected:
+            raise ModelMismatchError(
+                "an optimizer state has another shape than its parameter",
+                found=tuple(value.shape),
+                expected=tuple(expected),
+                where=f"{name} of parameter {key}",
+                hint="load a state of the same model and kind of optimizer",
+            )
+
+
 def refuse_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
-    """Raise ModelMismatchError if a state does not have its parameter's shape."""
+    """Raise ModelMismatchError if a state that is saved does not have its parameter's shape."""
     if found != expected:
         raise ModelMismatchError(
             "an optimizer state has another shape than its parameter",

@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
-from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, refuse_shape, working_parameter
+from mcore_ckpt_ext.colossalai.hybrid_cuts import refuse_loaded_shapes, working_parameter
 from mcore_ckpt_ext.colossalai.loading import Accepted, StateDictMismatchError, accept, names_of_each_rank, write
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
@@ -43,10 +42,7 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
                 expected=quantity(len(known_keys), "parameter"),
             )
         for key, stepped in id_map.items():
-            parameter = working_parameter(optimizer, stepped)
-            for name, value in by_id.get(key, {}).items():
-                if is_per_element(name, value, parameter) and not name.endswith(PADDING):
-                    refuse_shape(f"{name} of parameter {key}", value.shape, tensor_parallel.whole_shape(parameter))
+            refuse_loaded_shapes(key, by_id.get(key, {}), working_parameter(optimizer, stepped))
         return digests({"param_groups": groups, "state": by_id}), None
 
     same_digests(ranks, "load_optimizer", {}, inspect_here, OPTIMIZER_UNCHANGED)

@@ -18,7 +18,7 @@ from torch import nn
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state
 from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part, refuse_shape
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part, refuse_loaded_shapes
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import State
@@ -145,9 +145,7 @@ def _parameters_by_id(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[int
     stepped = (master for group in live for master in group["params"])
     parameters = {key: optimizer.master_to_working_param[id(master)] for key, master in zip(ids, stepped, strict=True)}
     for key, state in state_dict["state"].items():
-        for name, value in state.items():
-            if is_per_element(name, value, parameters[key]) and not name.endswith(PADDING):
-                refuse_shape(f"{name} of parameter {key}", value.shape, parameters[key].shape)
+        refuse_loaded_shapes(key, state, parameters[key])
     return parameters
 
 

@@ -63,11 +63,11 @@ def shifts_groups(chain: Chain) -> bool:
     """Return True if stock Megatron copies masters into other groups, because an empty one precedes them.
 
     Pipeline stages without embeddings have one. Stock Megatron 0.16.1 to 0.19.2 requests the list of groups without
-    empty ones (`extract_matching_values`,
-    megatron/core/dist_checkpointing/dict_utils.py), which loads the masters in place; then it copies this list into the
-    live groups, by position (`load_state_dict` of Float16OptimizerWithFloat16Params,
-    megatron/core/optimizer/optimizer.py). Seen with Muon, --decoupled-lr and --apply-wd-to-qk-layernorm. A layer-wise
-    optimizer wraps its empty groups (`sharded_state_dict`, layer_wise_optimizer.py).
+    empty ones (`extract_matching_values`, megatron/core/dist_checkpointing/dict_utils.py), which loads the masters in
+    place; then it copies this list into the live groups, by position (`load_state_dict` of
+    Float16OptimizerWithFloat16Params, megatron/core/optimizer/optimizer.py). Seen with Muon, --decoupled-lr and
+    --apply-wd-to-qk-layernorm. A layer-wise optimizer wraps its empty groups (`sharded_state_dict`,
+    layer_wise_optimizer.py).
     """
     plain = (child for child, layer_wise in chain.whole if layer_wise is None)
     listed = (list(getattr(child, "fp32_from_float16_groups", ())) for child in plain)

@@ -180,12 +180,12 @@ _NEEDED = {
     "optimizer_cpu_offload": "use_precision_aware_optimizer",
     "use_precision_aware_optimizer": "use_distributed_optimizer",
 }
-_DEFAULTS = ("None", "False", "fp32", "torch.float32")
-"""What these arguments are without their flags; other values need another argument.
+"""Arguments that need another one, unless they have a value of `_DEFAULTS`.
 
 Sources: the assertions of `OptimizerConfig.__post_init__` (megatron/core/optimizer/optimizer_config.py) and
 `validate_args`, core_v0.16.1 to the development head of November 2026, and there `get_megatron_optimizer`.
 """
+_DEFAULTS = ("None", "False", "fp32", "torch.float32")
 
 
 def _check_together(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
