@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from mcore_ckpt_ext.collectives import is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step
@@ -85,7 +86,7 @@ def decision_on_request(session: LoadSession, optimizer: Any, running: JobArgume
         running=running,
         differing_arguments=lambda: _differing_arguments(checkpoint, chain),
         stored_groups=stored_groups(session),
-        is_shifted=lambda: _is_shifted(checkpoint),
+        is_shifted=lambda: is_first_rank() and _is_shifted(checkpoint),  # one rank reads for all
         is_before_first_step=lambda: is_before_first_step(checkpoint),
     )
     return decide(facts)

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import agree, gather, rank_and_size
+from mcore_ckpt_ext.collectives import agree, gather
 from mcore_ckpt_ext.continuity.order_change import CHANGES
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_ranks
-from mcore_ckpt_ext.megatron.core_facts import decision_on_request, finds_request, serves
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.megatron.core_phases import DECIDING, CoreRank, CoreResume
 from mcore_ckpt_ext.megatron.core_save import PendingSave
-from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.job_ranks import perform
 from mcore_ckpt_ext.megatron.live.planning import PREPARING
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
@@ -89,10 +86,10 @@ def wrap_load(original: Function) -> Function:
         if lacks_requested_states(session, tree):
             announce("random states stay as they are: the checkpoint lacks some that this job requests")
             call.arguments["sharded_state_dict"] = with_live_random_states(tree)
-        if not _all_request(session, list(requests.values())):
-            return load_stored(*call.args, **call.kwargs)
-        planned = [(path, _plan(session, request)) for path, request in requests.items()]
-        plans = {path: plan for path, plan in planned if plan is not None}
+        count = max(gather(len(requests)))
+        asked = [*requests.items(), *[(None, None)] * (count - len(requests))]
+        planned = [(path, _plan(session, request)) for path, request in asked]
+        plans = {path: plan for path, plan in planned if path is not None and plan is not None}
         if not plans:
             return load_stored(*call.args, **call.kwargs)
         agree("looking at the checkpoint", lambda: check_lists(tree, plans.keys()))
@@ -129,44 +126,12 @@ def _check_is_readable(folder: Path) -> None:
         )
 
 
-def _all_request(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
-    """Return True if every rank requests an optimizer; else Megatron has to load. Collective.
-
-    Programs skip a rank's optimizer that trains no parameter: a stub, whose `sharded_state_dict` cannot be called
-    (`MegatronOptimizer.is_stub_optimizer`, core_v0.12.1 to 0.19.2). They would not pass a loaded state to it either.
-
-    Raises:
-        ResumeRefusedError: on every rank, if some have no optimizer and Megatron cannot load that of the others.
-    """
-    has_request = gather(bool(requests))
-    if all(has_request) or not any(has_request):
-        return has_request[0]
-    is_first_with_request = rank_and_size()[0] == has_request.index(True)
-
-    def is_refused(request: LoadRequest) -> bool:
-        optimizer = request.optimizer
-        if not serves(optimizer):
-            return False
-        running = live_arguments(chunks_of(optimizer), optimizer)
-        return not decision_on_request(session, optimizer, running, fits=finds_request(session, request)).is_stock
-
-    def inspect_here() -> None:
-        if is_first_with_request and any(map(is_refused, requests)):
-            ranks = format_ranks(rank for rank, has_one in enumerate(has_request) if not has_one)
-            raise UnsupportedCheckpointError(
-                "Megatron cannot load this optimizer, and some ranks have no optimizer",
-                found=f"no optimizer on rank {ranks}, as happens if a rank trains no parameter",
-                where=str(session.folder),
-                hint="call mcore_ckpt_ext.load_optimizer(path, model, optimizer) on every rank, once the weights are "
-                "loaded, in place of loading the optimizer's state",
-            )
-
-    agree("looking at the checkpoint", inspect_here)
-    return False
-
-
-def _plan(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
+def _plan(session: LoadSession, request: LoadRequest | None) -> LoadPlan | None:
     """Plan the resume of an optimizer that Megatron cannot load. Collective.
+
+    Args:
+        session: the folder to load.
+        request: what this rank requests; None if only other ranks request an optimizer.
 
     Returns:
         The plan, or None if Megatron loads the optimizer.
@@ -185,7 +150,7 @@ def _plan(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
     if resume.assessment.decision.is_stock:
         if resume.data.verdict == CHANGES:
             announce(resume.data.sentence)
-        if resume.lacks_weights:
+        if resume.lacks_weights and request is not None and not resume.absent:
             PROCESS.one(UncheckedLoads).add(request.optimizer, session.folder)
         return None
     perform(PREPARING, resume, rank)

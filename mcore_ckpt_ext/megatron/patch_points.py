@@ -148,6 +148,11 @@ PATCH_POINTS = (
         parameters=("self", "state_dict"),
     ),
     _patch_point(
+        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
+        wrapper="core_load:wrap_sharded_state_dict",
+        parameters=("self", "model_sharded_state_dict", "is_loading"),
+    ),
+    _patch_point(
         "megatron.core.dist_checkpointing.serialization:load",
         wrapper="core_load:wrap_load",
         parameters=("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "strict"),

@@ -38,7 +38,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     own.write_text(program_of_the_page())
     at = {
         name: found.place(name)
-        for name in ("own", "again", "pp4", "verl", "experts", "frozen", "stub", "groups", "shifted", "root")
+        for name in ("own", "again", "pp4", "verl", "experts", "frozen", "stub", "groups", "shifted", "root", "plain")
     }
     found.add("own", own, 1, 4, "none", at["own"])
     found.add("own, loaded", own, 2, 2, at["own"], at["again"])
@@ -71,6 +71,11 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("shifted", SIXTY, 1, 1, "none", at["shifted"], "together", "buckets")
     found.add("shifted, loaded", SIXTY, 1, 1, at["shifted"], "none", "together", "buckets")
     found.add("shifted, by stock", SIXTY, 1, 1, at["shifted"], "none", "together", "buckets", stock=True)
+    plain = ("together", "plain")
+    found.add("plain", SIXTY, 1, 4, "none", at["plain"], *plain)
+    found.add("plain, loaded", SIXTY, 1, 4, at["plain"], "none", *plain)
+    found.add("plain, by stock", SIXTY, 1, 4, at["plain"], "none", *plain, stock=True)
+    found.add("plain, called", SIXTY, 1, 4, at["plain"], "none", "called", "plain")
     found.add("groups", GROUPS, 1, 4, "none", at["groups"])
     found.add("groups, loaded", GROUPS, 2, 1, at["groups"], "none")
     found.run()
@@ -189,6 +194,16 @@ def test_shifted_masters_are_refused(turns: Programs) -> None:
     assert turns.ended["shifted, by stock"] == {"done"}
     (ended,) = turns.ended["shifted, loaded"]
     assert "the optimizer is unchanged" in ended
+
+
+def test_masters_that_stock_copies_into_other_groups(turns: Programs) -> None:
+    """Stages without embeddings have an empty group before those of the norms; the refusal names the call to use."""
+    with pytest.raises(AssertionError):
+        assert_same_optimizer(turns.dump("plain"), turns.dump("plain, by stock"))
+    (ended,) = turns.ended["plain, loaded"]
+    assert "Megatron would copy the optimizer's masters into other parameters" in ended
+    assert "call mcore_ckpt_ext.load_optimizer" in ended
+    assert_same_optimizer(turns.dump("plain"), turns.dump("plain, called"))
 
 
 def test_experts(turns: Programs) -> None:

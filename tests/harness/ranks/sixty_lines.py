@@ -8,9 +8,10 @@ root of the stored state), `verl-first` (as `verl`, with the optimizer's state f
 uses this package: for the optimizer, and for the sidecar). With `frozen`, the embeddings and the first two layers are
 not trained, so that a stage may have nothing to train. With `stub`, such a rank has an empty optimizer, as
 `get_megatron_optimizer` made it up to 0.13, and is skipped as in training loops. With `buckets`, a buffer has several
-buckets, and `fully_reshardable` is saved. With `decoupled`, embeddings have a decoupled learning rate. With `lr_mult`,
-groups lose that setting before they are saved. With `random`, random states are saved and loaded; their grid has a
-data-parallel axis if they are saved, as Megatron 0.16.1 stores those of jobs with several expert ranks.
+buckets, and `fully_reshardable` is saved. With `decoupled`, embeddings have a decoupled learning rate. With `plain`,
+the optimizer is not distributed, and embeddings, weights of norms, and their biases have groups of their own. With
+`lr_mult`, groups lose that setting before they are saved. With `random`, random states are saved and loaded; their grid
+has a data-parallel axis if they are saved, as Megatron 0.16.1 stores those of jobs with several expert ranks.
 """
 
 import sys
@@ -24,6 +25,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -47,12 +49,18 @@ if {"frozen", "stub"} & {*sys.argv}:
     frozen = [layer for layer in model.decoder.layers if layer.layer_number <= 2]
     for module in (*frozen, *([model.embedding] if stage["pre_process"] else [])):
         module.requires_grad_(False)
+is_distributed = "plain" not in sys.argv
 small = {"overlap_grad_reduce": True, "bucket_size": 3000} if "buckets" in sys.argv else {}
-buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **small)
+buffers = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed, grad_reduce_in_fp32=True, **small)
 wrapped = DistributedDataParallel(config, buffers, Float16Module(config, model))
 rates = {"decoupled_lr": 5e-4, "decoupled_min_lr": 1e-5} if "decoupled" in sys.argv else {}
-settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, **rates, **dtype)
-optimizer = get_megatron_optimizer(settings, [wrapped])
+settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=is_distributed, **rates, **dtype)
+overrides = {
+    ParamKey(attr="is_embedding_or_output_parameter"): {"max_lr": 5e-4},
+    ParamKey(name="*layernorm.weight"): {"wd_mult": 0.0},
+    ParamKey(name="*layernorm.bias"): {"wd_mult": 0.5},
+}
+optimizer = get_megatron_optimizer(settings, [wrapped], None if is_distributed else overrides)
 if "stub" in sys.argv and not any(parameter.requires_grad for parameter in model.parameters()):
     optimizer = ChainedOptimizer([])
 form = "fully_reshardable" if "buckets" in sys.argv else "dp_reshardable"
