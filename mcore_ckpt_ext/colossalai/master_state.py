@@ -12,17 +12,25 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.colossalai.hybrid_cuts import working_parameter
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters, note_exact_masters
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
-from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS
+from mcore_ckpt_ext.colossalai.lost_states import OURS, stateless_note
+from mcore_ckpt_ext.colossalai.optimizer import MASTER
+from mcore_ckpt_ext.colossalai.ranks import Ranks
 
 _STEP = f"{MASTER}_step"
 """The entry with the number of steps that a master has taken."""
 
 
 @contextmanager
-def masters_in_state(optimizer: Any) -> Iterator[None]:
-    """In this context, add each master to the optimizer's state, and the loss scale to its first group."""
+def masters_in_state(optimizer: Any, stages: Ranks | None = None) -> Iterator[None]:
+    """In this context, add each master to the optimizer's state, and a note to its first group.
+
+    Args:
+        optimizer: the optimizer; the note has the loss scale, and which parameters have no state.
+        stages: the ranks of all pipeline stages, which must call this; None if each rank has all parameters.
+    """
     masters = list(_masters(optimizer))
     for master in masters:
         state = optimizer.optim.state[master]
@@ -32,6 +40,7 @@ def masters_in_state(optimizer: Any) -> Iterator[None]:
     group = optimizer.optim.param_groups[0]
     group[OURS] = {"loss_scale": scale} if (scale := loss_scale(optimizer)) else {}
     try:
+        group[OURS] |= _stateless(optimizer, stages)
         yield
     finally:
         group.pop(OURS, None)
@@ -63,6 +72,20 @@ def update_master_params(optimizer: Any, model: Any) -> None:
     for master, value in exact.items():
         if torch.equal(value.to(working[id(master)].dtype).to(master.dtype), master):
             master.data.copy_(value)
+
+
+def _stateless(optimizer: Any, stages: Ranks | None) -> dict[str, list[int]]:
+    """Return the note of parameters without state, by their numbers in the file."""
+    states = optimizer.optim.state
+    if stages is None:
+        has_state = dict(enumerate(bool(states.get(stepped)) for stepped in _step_tensors(optimizer)))
+        return stateless_note(has_state, (key for key, has in has_state.items() if has))
+    info = optimizer.param_info
+    with_state = {
+        info["param2id"][id(working_parameter(optimizer, stepped))] for stepped, state in states.items() if state
+    }
+    numbers = (key for group in info["param_groups"] for key in group["params"])
+    return stateless_note(numbers, set().union(*stages.gather(with_state)))
 
 
 def _pop(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:

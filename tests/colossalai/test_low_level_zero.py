@@ -13,7 +13,7 @@ from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.boosted import train
-from tests.colossalai.jobs import bits
+from tests.colossalai.jobs import bits, refusal
 from tests.colossalai.models import gpt2
 
 BEFORE, MORE = range(2), range(2, 5)
@@ -134,6 +134,24 @@ def test_masters_that_were_trained_since_are_not_those_of_the_file(tmp_path: Pat
         assert not torch.equal(master, loaded)
         booster.load_model(model, str(tmp_path / "model.bin"))
         assert torch.equal(master, loaded.bfloat16().float())
+
+    ranks.run(2, job)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_ranks_that_read_different_files(tmp_path: Path, shard: bool) -> None:
+    def job() -> None:
+        strict.install(plugins="low_level_zero")
+        booster, model, optimizer = _boost(1)
+        for number in range(2):  # a rank's local folder each, one of them stale
+            train(booster, model, optimizer, range(1))
+            _save(tmp_path / str(number), shard, booster, model, optimizer)
+        before = _state(optimizer)
+        own = tmp_path / str(dist.get_rank()) / ("optimizer" if shard else "optimizer.bin")
+        text = refusal(lambda: booster.load_optimizer(optimizer, str(own)))
+        assert "the ranks pass different contents; the optimizer is unchanged" in text, text
+        assert "state/0/" in text, text
+        assert _state(optimizer) == before
 
     ranks.run(2, job)
 
