@@ -18,7 +18,7 @@ from torch import nn
 
 from mcore_ckpt_ext.colossalai import master_state
 from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part, refuse_loaded_shapes
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part_here, refuse_loaded_shapes
 from mcore_ckpt_ext.colossalai.hybrid_loading import accept_states, load_model
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import State
@@ -61,12 +61,8 @@ class LowLevelZeroMethods(ReplacedMethods):
 
     def _part_of(self, parameter: Any, state: State) -> State:
         """Return this rank's part of the state of a parameter, in memory of its own."""
-        from colossalai.zero.low_level._utils import get_nd_rank, get_nd_world_size
-
-        group = self.param_to_pg[parameter]
-        size = get_nd_world_size(group)
         return {
-            name: part(value, size, get_nd_rank(group)).clone() if is_per_element(name, value, parameter) else value
+            name: part_here(self, parameter, value).clone() if is_per_element(name, value, parameter) else value
             for name, value in state.items()
             if not name.endswith(PADDING)
         }

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.colossalai.hybrid_cuts import working_parameter
+from mcore_ckpt_ext.colossalai.hybrid_cuts import part_here, working_parameter
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters, note_exact_masters
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
 from mcore_ckpt_ext.colossalai.lost_states import OURS, stateless_note
@@ -20,7 +21,7 @@ from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 
 _STEP = f"{MASTER}_step"
-"""The entry with the number of steps that a master has taken."""
+"""An entry of older files."""
 
 
 @contextmanager
@@ -33,10 +34,7 @@ def masters_in_state(optimizer: Any, stages: Ranks | None = None) -> Iterator[No
     """
     masters = list(_masters(optimizer))
     for master in masters:
-        state = optimizer.optim.state[master]
-        if "step" in state:
-            state[_STEP] = float(state["step"])
-        state[MASTER] = master.detach()
+        optimizer.optim.state[master][MASTER] = master.detach()
     group = optimizer.optim.param_groups[0]
     group[OURS] = {"loss_scale": scale} if (scale := loss_scale(optimizer)) else {}
     try:
@@ -49,29 +47,51 @@ def masters_in_state(optimizer: Any, stages: Ranks | None = None) -> Iterator[No
 
 
 def take(optimizer: Any) -> None:
-    """Move loaded masters and the loss scale out of the optimizer's state."""
+    """Move loaded masters and the loss scale out of the optimizer's state.
+
+    Stock ColossalAI keeps the masters of a file that it loaded, trains on and saves it again: then they are outdated,
+    and do not round to the weights, which may be loaded later. So this is checked before the first step.
+    """
     note = optimizer.optim.param_groups[0].pop(OURS, {})
     if "loss_scale" in note:
         set_loss_scale(optimizer, note["loss_scale"])
     masters = {id(master) for master in _masters(optimizer)}
     loaded = [(stepped, _pop(optimizer, stepped)) for stepped in _step_tensors(optimizer)]
-    exact = [(stepped, value) for stepped, value in loaded if value is not None and id(stepped) in masters]
-    for stepped, value in exact:
+    exact = {stepped: value for stepped, value in loaded if value is not None and id(stepped) in masters}
+    for stepped, value in exact.items():
         stepped.data.copy_(value.view(stepped.shape))
     if exact:
-        note_exact_masters(optimizer, optimizer)
+        note_exact_masters(optimizer, optimizer, partial(_drop_outdated, optimizer, list(exact)))
 
 
 def update_master_params(optimizer: Any, model: Any) -> None:
     """Update the masters like ColossalAI, but keep loaded masters that round to the weights."""
     exact: dict[torch.Tensor, torch.Tensor] = {}
     if has_exact_masters(optimizer):
-        exact = {master: master.detach().clone() for master in _masters(optimizer)}
+        masters = (master for master in _masters(optimizer) if _rounds_to(master, _weight_of(optimizer, master)))
+        exact = {master: master.detach().clone() for master in masters}
     optimizer._non_strict_update_master_params(model)
-    working = optimizer.get_master_to_working_map()
     for master, value in exact.items():
-        if torch.equal(value.to(working[id(master)].dtype).to(master.dtype), master):
-            master.data.copy_(value)
+        master.data.copy_(value)
+
+
+def _drop_outdated(optimizer: Any, masters: list[torch.Tensor]) -> None:
+    for master in masters:
+        weight = _weight_of(optimizer, master)
+        if not _rounds_to(master, weight):
+            master.data.copy_(weight)
+
+
+def _weight_of(optimizer: Any, master: torch.Tensor) -> torch.Tensor:
+    """Return the part of a weight that has this master."""
+    parameter = working_parameter(optimizer, master)
+    return part_here(optimizer, parameter, parameter.detach())
+
+
+def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return True if the weight is the rounded master; its file may be of a job in another precision."""
+    through = dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16))
+    return any(torch.equal(master.to(dtype).to(weight), weight) for dtype in through)
 
 
 def _stateless(optimizer: Any, stages: Ranks | None) -> dict[str, list[int]]:
@@ -89,14 +109,10 @@ def _stateless(optimizer: Any, stages: Ranks | None) -> dict[str, list[int]]:
 
 
 def _pop(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return a master's entry of the state, which has no other entries before the first step.
-
-    Stock ColossalAI keeps the entry of a file that it loaded, trains on and saves it again: then it is outdated.
-    """
+    """Remove and return a master's entry of the state, which has no other entries before the first step."""
     state = optimizer.optim.state.get(stepped, {})
     value: torch.Tensor | None = state.pop(MASTER, None)
-    if (step := state.pop(_STEP, None)) is not None and step != float(state["step"]):
-        value = None
+    state.pop(_STEP, None)
     if not state:
         optimizer.optim.state.pop(stepped, None)
     return value
