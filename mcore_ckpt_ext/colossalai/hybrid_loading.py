@@ -67,7 +67,7 @@ def accept_states(
     *,
     is_same: bool = True,
 ) -> None:
-    """Make sure that all ranks have the same state of an optimizer, that it fits, and that no file of it is lost.
+    """Make sure that all ranks have the same state of an optimizer, that it fits and is complete.
 
     Args:
         ranks: the ranks that load.

@@ -1,4 +1,4 @@
-"""Refuses optimizer checkpoints that have lost states, such as a shard that neither the index nor the folder has.
+"""Refuses optimizer checkpoints that have lost states: neither the index nor the folder has them.
 
 Parameters may have no state: they were frozen, never received a gradient (0.5.0, zero/low_level/low_level_optim.py:
 ``step``), or the optimizer keeps none. So a save notes their numbers in its first param group.
