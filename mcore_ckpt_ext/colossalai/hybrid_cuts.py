@@ -149,6 +149,16 @@ def part(value: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     return flat.view(size, -1)[rank]
 
 
+def part_here(optimizer: Any, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter's value, as the optimizer steps it."""
+    groups = getattr(optimizer, "param_to_pg", None)  # a LowLevelZeroOptimizer's
+    if groups is None:
+        return value
+    from colossalai.zero.low_level._utils import get_nd_rank, get_nd_world_size
+
+    return part(value, get_nd_world_size(groups[parameter]), get_nd_rank(groups[parameter]))
+
+
 def _write_padding(parameter: Any, rows: torch.Tensor) -> None:
     """Write the padding rows, which no model file contains, into the weight."""
     whole = torch.zeros(tensor_parallel.whole_shape(parameter), dtype=parameter.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai.hybrid_cuts import refuse_loaded_shapes, working_parameter
 from mcore_ckpt_ext.colossalai.loading import Accepted, StateDictMismatchError, accept, names_of_each_rank, write
+from mcore_ckpt_ext.colossalai.lost_states import names_without_state, warn_of_missing_states
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, same_digests
@@ -29,7 +30,7 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
     id_map = {ids[id(working_parameter(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
     by_id: dict[int, State] = {int(key): state for key, state in state_dict["state"].items()}
 
-    def inspect_here() -> tuple[Digests, None]:
+    def inspect_here() -> Iterable[int]:
         if len(groups) != len(live):
             raise ModelMismatchError(
                 "the optimizer state has other param groups", found=str(len(groups)), expected=str(len(live))
@@ -43,9 +44,9 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
             )
         for key, stepped in id_map.items():
             refuse_loaded_shapes(key, by_id.get(key, {}), working_parameter(optimizer, stepped))
-        return digests({"param_groups": groups, "state": by_id}), None
+        return id_map
 
-    same_digests(ranks, "load_optimizer", {}, inspect_here, OPTIMIZER_UNCHANGED)
+    accept_states(ranks, "load_optimizer", {"param_groups": groups, "state": by_id}, inspect_here)
     for group, saved in zip(live, groups, strict=True):
         params = group["params"]
         group.clear()
@@ -56,6 +57,37 @@ def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict:
     from colossalai.checkpoint_io.utils import sharded_optimizer_loading_epilogue
 
     sharded_optimizer_loading_epilogue(optimizer.optim)
+
+
+def accept_states(
+    ranks: Ranks,
+    call: str,
+    state_dict: Mapping[str, Any],
+    inspect_here: Callable[[], Iterable[int]],
+    *,
+    is_same: bool = True,
+) -> None:
+    """Make sure that all ranks have the same state of an optimizer, that it fits and is complete.
+
+    Args:
+        ranks: the ranks that load.
+        call: the call on this rank.
+        state_dict: the whole state, with integers as keys.
+        inspect_here: raises if it does not fit this rank; returns the parameters that are stepped here.
+        is_same: False if ranks have states of different parameters.
+
+    Raises:
+        ResumeRefusedError: on all ranks.
+    """
+    without: list[str] = []
+
+    def digests_here() -> tuple[Digests | None, None]:
+        live = {key: f"parameter {key}" for key in inspect_here()}
+        without.extend(names_without_state(state_dict["param_groups"], state_dict["state"], live))
+        return digests(state_dict) if is_same else None, None
+
+    same_digests(ranks, call, {}, digests_here, OPTIMIZER_UNCHANGED)
+    warn_of_missing_states(ranks, without)
 
 
 def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool, *, is_sharded: bool) -> None:

@@ -157,7 +157,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
 
         base, index, _ = get_optimizer_base_filenames(prefix, use_async)
         finished = former_save_finished(self, optimizer, _ranks(self), checkpoint, (base, index), use_async)
-        with finished, masters_in_state(optimizer):
+        with finished, masters_in_state(optimizer, _ranks(self)):
             self._non_strict_save_sharded_optimizer(
                 optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
             )
@@ -167,7 +167,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
     ) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""
         finished = former_save_finished(self, optimizer, _ranks(self), checkpoint, use_async=use_async)
-        with finished, masters_in_state(optimizer):
+        with finished, masters_in_state(optimizer, _ranks(self)):
             self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 _NOTE = "_mcore_ckpt_ext_brought"
@@ -15,12 +16,15 @@ class _LoadedMasters:
     count steps.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, prepare_step: Callable[[], object]) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._prepare_step = prepare_step
         self._is_current = True
-        self._hook = optimizer.optim.register_step_post_hook(self._void)
+        self._hook = optimizer.optim.register_step_pre_hook(self._void)
 
     def _void(self, *_: object) -> None:
+        if self._is_current:
+            self._prepare_step()
         self._is_current = False
 
     def is_valid(self) -> bool:
@@ -30,11 +34,14 @@ class _LoadedMasters:
         self._hook.remove()
 
 
-def note_exact_masters(owner: Any, optimizer: Any) -> None:
-    """Record in a wrapper that its masters come from the optimizer's file; the next step makes this void."""
+def note_exact_masters(owner: Any, optimizer: Any, prepare_step: Callable[[], object] = lambda: None) -> None:
+    """Record in a wrapper that its masters come from the optimizer's file; the next step makes this void.
+
+    Before that step, `prepare_step` is called.
+    """
     if (former := vars(owner).get(_NOTE)) is not None:
         former.remove()
-    vars(owner)[_NOTE] = _LoadedMasters(optimizer)
+    vars(owner)[_NOTE] = _LoadedMasters(optimizer, prepare_step)
 
 
 def has_exact_masters(owner: Any) -> bool:

@@ -8,18 +8,18 @@ Stock ColossalAI loads such files, too: its optimizer ignores the entry.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state
 from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part, refuse_loaded_shapes
-from mcore_ckpt_ext.colossalai.hybrid_loading import load_model
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part_here, refuse_loaded_shapes
+from mcore_ckpt_ext.colossalai.hybrid_loading import accept_states, load_model
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
@@ -43,9 +43,17 @@ class LowLevelZeroMethods(ReplacedMethods):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like ColossalAI, with masters and loss scale if saved, once all ranks accept the dict."""
-        parameters = Ranks().agree_here(
-            lambda: _parameters_by_id(self, state_dict), "calling optimizer.load_state_dict", OPTIMIZER_UNCHANGED
-        )
+        from colossalai.zero.low_level._utils import get_nd_world_size
+
+        parameters: dict[int, Any] = {}
+
+        def inspect_here() -> Iterable[int]:
+            parameters.update(_parameters_by_id(self, state_dict))
+            return parameters
+
+        # Tensor-parallel ranks, whose dicts differ, may call this themselves (HybridParallelZeroOptimizer).
+        is_same = all(get_nd_world_size(group) == dist.get_world_size() for group in self.pg_to_param_list)
+        accept_states(Ranks(), "optimizer.load_state_dict", state_dict, inspect_here, is_same=is_same)
         states = {key: self._part_of(parameters[key], state) for key, state in state_dict["state"].items()}
         with _same_groups(self):
             self.optim.load_state_dict({**state_dict, "state": states})
@@ -53,12 +61,8 @@ class LowLevelZeroMethods(ReplacedMethods):
 
     def _part_of(self, parameter: Any, state: State) -> State:
         """Return this rank's part of the state of a parameter, in memory of its own."""
-        from colossalai.zero.low_level._utils import get_nd_rank, get_nd_world_size
-
-        group = self.param_to_pg[parameter]
-        size = get_nd_world_size(group)
         return {
-            name: part(value, size, get_nd_rank(group)).clone() if is_per_element(name, value, parameter) else value
+            name: part_here(self, parameter, value).clone() if is_per_element(name, value, parameter) else value
             for name, value in state.items()
             if not name.endswith(PADDING)
         }

@@ -8,30 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.colossalai.hybrid_cuts import part_here, working_parameter
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters, note_exact_masters
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
-from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS
+from mcore_ckpt_ext.colossalai.lost_states import OURS, stateless_note
+from mcore_ckpt_ext.colossalai.optimizer import MASTER
+from mcore_ckpt_ext.colossalai.ranks import Ranks
 
 _STEP = f"{MASTER}_step"
-"""The entry with the number of steps that a master has taken."""
+"""An entry of older files."""
 
 
 @contextmanager
-def masters_in_state(optimizer: Any) -> Iterator[None]:
-    """In this context, add each master to the optimizer's state, and the loss scale to its first group."""
+def masters_in_state(optimizer: Any, stages: Ranks | None = None) -> Iterator[None]:
+    """In this context, add each master to the optimizer's state, and a note to its first group.
+
+    Args:
+        optimizer: the optimizer; the note has the loss scale, and which parameters have no state.
+        stages: the ranks of all pipeline stages, which must call this; None if each rank has all parameters.
+    """
     masters = list(_masters(optimizer))
     for master in masters:
-        state = optimizer.optim.state[master]
-        if "step" in state:
-            state[_STEP] = float(state["step"])
-        state[MASTER] = master.detach()
+        optimizer.optim.state[master][MASTER] = master.detach()
     group = optimizer.optim.param_groups[0]
     group[OURS] = {"loss_scale": scale} if (scale := loss_scale(optimizer)) else {}
     try:
+        group[OURS] |= _stateless(optimizer, stages)
         yield
     finally:
         group.pop(OURS, None)
@@ -40,40 +47,72 @@ def masters_in_state(optimizer: Any) -> Iterator[None]:
 
 
 def take(optimizer: Any) -> None:
-    """Move loaded masters and the loss scale out of the optimizer's state."""
+    """Move loaded masters and the loss scale out of the optimizer's state.
+
+    Stock ColossalAI keeps the masters of a file that it loaded, trains on and saves it again: then they are outdated,
+    and do not round to the weights, which may be loaded later. So this is checked before the first step.
+    """
     note = optimizer.optim.param_groups[0].pop(OURS, {})
     if "loss_scale" in note:
         set_loss_scale(optimizer, note["loss_scale"])
     masters = {id(master) for master in _masters(optimizer)}
     loaded = [(stepped, _pop(optimizer, stepped)) for stepped in _step_tensors(optimizer)]
-    exact = [(stepped, value) for stepped, value in loaded if value is not None and id(stepped) in masters]
-    for stepped, value in exact:
+    exact = {stepped: value for stepped, value in loaded if value is not None and id(stepped) in masters}
+    for stepped, value in exact.items():
         stepped.data.copy_(value.view(stepped.shape))
     if exact:
-        note_exact_masters(optimizer, optimizer)
+        note_exact_masters(optimizer, optimizer, partial(_drop_outdated, optimizer, list(exact)))
 
 
 def update_master_params(optimizer: Any, model: Any) -> None:
     """Update the masters like ColossalAI, but keep loaded masters that round to the weights."""
     exact: dict[torch.Tensor, torch.Tensor] = {}
     if has_exact_masters(optimizer):
-        exact = {master: master.detach().clone() for master in _masters(optimizer)}
+        masters = (master for master in _masters(optimizer) if _rounds_to(master, _weight_of(optimizer, master)))
+        exact = {master: master.detach().clone() for master in masters}
     optimizer._non_strict_update_master_params(model)
-    working = optimizer.get_master_to_working_map()
     for master, value in exact.items():
-        if torch.equal(value.to(working[id(master)].dtype).to(master.dtype), master):
-            master.data.copy_(value)
+        master.data.copy_(value)
+
+
+def _drop_outdated(optimizer: Any, masters: list[torch.Tensor]) -> None:
+    for master in masters:
+        weight = _weight_of(optimizer, master)
+        if not _rounds_to(master, weight):
+            master.data.copy_(weight)
+
+
+def _weight_of(optimizer: Any, master: torch.Tensor) -> torch.Tensor:
+    """Return the part of a weight that has this master."""
+    parameter = working_parameter(optimizer, master)
+    return part_here(optimizer, parameter, parameter.detach())
+
+
+def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return True if the weight is the rounded master; its file may be of a job in another precision."""
+    through = dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16))
+    return any(torch.equal(master.to(dtype).to(weight), weight) for dtype in through)
+
+
+def _stateless(optimizer: Any, stages: Ranks | None) -> dict[str, list[int]]:
+    """Return the note of parameters without state, by their numbers in the file."""
+    states = optimizer.optim.state
+    if stages is None:
+        has_state = dict(enumerate(bool(states.get(stepped)) for stepped in _step_tensors(optimizer)))
+        return stateless_note(has_state, (key for key, has in has_state.items() if has))
+    info = optimizer.param_info
+    with_state = {
+        info["param2id"][id(working_parameter(optimizer, stepped))] for stepped, state in states.items() if state
+    }
+    numbers = (key for group in info["param_groups"] for key in group["params"])
+    return stateless_note(numbers, set().union(*stages.gather(with_state)))
 
 
 def _pop(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return a master's entry of the state, which has no other entries before the first step.
-
-    Stock ColossalAI keeps the entry of a file that it loaded, trains on and saves it again: then it is outdated.
-    """
+    """Remove and return a master's entry of the state, which has no other entries before the first step."""
     state = optimizer.optim.state.get(stepped, {})
     value: torch.Tensor | None = state.pop(MASTER, None)
-    if (step := state.pop(_STEP, None)) is not None and step != float(state["step"]):
-        value = None
+    state.pop(_STEP, None)
     if not state:
         optimizer.optim.state.pop(stepped, None)
     return value

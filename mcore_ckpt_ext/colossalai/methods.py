@@ -169,6 +169,8 @@ class CheckpointIOMethods(ReplacedMethods):
         ranks = inspect_wrapper(optimizer.module).ranks
         if use_async:
             with former_save_finished(self, optimizer, ranks, checkpoint):
+                # It has the names and sizes of the first save, before the first step perhaps (0.5.0).
+                self.pinned_state_dicts.pop(id(optimizer), None)
                 self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
             return
         write_one(Path(checkpoint), optimizer.state_dict(), ranks)

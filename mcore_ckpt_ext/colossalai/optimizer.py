@@ -21,13 +21,13 @@ from mcore_ckpt_ext.colossalai.gathering import Gather
 from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
 from mcore_ckpt_ext.colossalai.loading import write_master, write_padding
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
+from mcore_ckpt_ext.colossalai.lost_states import OURS, names_without_state, stateless_note, warn_of_missing_states
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, inspect_wrapper
 from mcore_ckpt_ext.errors import ModelMismatchError, quantity
 
-OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
 _PADDING = "padding"
 
@@ -57,6 +57,7 @@ class GatheredState:
         self._gather = Gather(zero, self.errors, everywhere=not only_rank_0)
         self._with_masters = optimizer._saves_masters()
         self._padding: Padding = {}
+        self._with_state: set[int] = set()
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the param groups, once the state has been received.
@@ -64,8 +65,10 @@ class GatheredState:
         The first has the padding rows of every kind, masters included; in `state` ColossalAI would misread them.
         """
         groups: list[dict[str, Any]] = self._optimizer.get_param_groups_for_saving()
-        if self._padding and groups:
-            groups[0] = {**groups[0], OURS: {**groups[0].get(OURS, {}), _PADDING: self._padding}}
+        if groups:
+            note: dict[str, Any] = dict(stateless_note(self._optimizer.id_to_real_params, self._with_state))
+            note |= {_PADDING: self._padding} if self._padding else {}
+            groups[0] = {**groups[0], OURS: {**groups[0].get(OURS, {}), **note}}
         return groups
 
     def __iter__(self) -> Iterator[tuple[int, State | None]]:
@@ -76,6 +79,7 @@ class GatheredState:
         """
         masters = self._zero.masters
         described = self._describe_by_all()
+        self._with_state = set(described)
         names = (name for state in described.values() for name, value in state.items() if value is None)
         kinds = list(dict.fromkeys(names)) + ([MASTER] if self._with_masters and masters else [])
         ids = {self._optimizer.id_to_real_params[key]: key for key in described}
@@ -145,9 +149,14 @@ class GatheredState:
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the loss scale and the parameters' names to the first of ColossalAI's param groups."""
-    names = inspect_wrapper(optimizer.module).names
+    wrapper = inspect_wrapper(optimizer.module)
+    names = wrapper.names
     real = optimizer.id_to_real_params
     note: dict[str, Any] = {}
+    if all(optimizer.optim.state.get(fake) for fake in optimizer.id_to_fake_params.values()):
+        # Gemini steps all parameters in chunks at once (0.5.0, `_set_grad_ptr`). Rank 0 has a part of every chunk.
+        chunked = (key for key, parameter in real.items() if parameter in wrapper.working)
+        note |= stateless_note(real, chunked)
     if all(parameter in names for parameter in real.values()):
         note["names"] = [names[real[key]][0] for key in sorted(real)]
     scale = loss_scale(optimizer)
@@ -181,9 +190,10 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     zero = inspect_wrapper(optimizer.module)
     is_full = any(state_dict.get("state", {}).values())
     content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, OPTIMIZER_UNCHANGED)
-    groups, states, rows = zero.ranks.agree_here(
+    groups, states, rows, without = zero.ranks.agree_here(
         lambda: _match(optimizer, zero, content.outline), "calling optimizer.load_state_dict", OPTIMIZER_UNCHANGED
     )
+    warn_of_missing_states(zero.ranks, without)
     errors = GroupErrors(zero.ranks, "writing the optimizer", "it is partly written: do not train on, load again")
     errors.attempt(partial(optimizer.load_param_groups, groups))
     for fake in optimizer.id_to_fake_params.values():
@@ -240,8 +250,10 @@ def _scalar(name: str, value: Any, elements: int) -> Any:
 
 def _match(
     optimizer: Any, zero: Wrapped, state_dict: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], dict[int, State], Padding]:
+) -> tuple[list[dict[str, Any]], dict[int, State], Padding, list[str]]:
     """Return the groups, states and padding rows under this optimizer's ids, if the parameters match.
+
+    The last item names parameters that have no state, if nothing says why.
 
     Raises:
         ModelMismatchError: other parameters, or a state of another shape.
@@ -258,6 +270,8 @@ def _match(
         )
     note = groups[0].get(OURS, {}) if groups else {}
     ours = _same_named(zero, real, note.get("names"))
+    stepped = {key: zero.names[real[ours[key]]][0] for key in saved if real[ours[key]] in zero.working}
+    without = names_without_state(groups, states, stepped)
     rows = {ours[key]: of_key for key, of_key in note.get(_PADDING, {}).items()}
     groups = [{**group, "params": [ours[key] for key in group["params"]]} for group in groups]
     states = {ours[key]: dict(state) for key, state in states.items() if state}
@@ -271,7 +285,7 @@ def _match(
                     expected=tuple(shape),
                     where=f"{name} of {zero.names[real[key]][0]}",
                 )
-    return groups, states, rows
+    return groups, states, rows, without
 
 
 def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence[str] | None) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from colossalai_on_cpu import ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.asynchronous_writer import AsyncFileWriter
 from tests.colossalai.boosted import train
 from tests.colossalai.jobs import bits, gathered_masters, refusal
+from tests.colossalai.models import gpt2
 from tests.colossalai.plugins import PLUGINS, boost
 
 
@@ -37,6 +41,16 @@ def _change_index(folder: Path, change: Callable[[Any], object]) -> None:
 
 def _list_another_key(folder: Path) -> None:
     _change_index(folder, lambda index: index["weight_map"].update({"999": _second(folder).name}))
+
+
+def _forget_a_shard(folder: Path) -> None:
+    name = _second(folder).name
+    _second(folder).unlink()
+
+    def change(index: Any) -> None:
+        index["weight_map"] = {key: file for key, file in index["weight_map"].items() if file != name}
+
+    _change_index(folder, change)
 
 
 def _halve_a_moment(folder: Path) -> None:
@@ -63,6 +77,7 @@ BOTH: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda folder: _index(folder).write_text("[]"), ".index.json"),
 }
 OPTIMIZER: dict[str, tuple[Callable[[Path], object], str]] = {
+    "forgotten shard": (_forget_a_shard, "has lost states of the optimizer"),
     "another shape": (_halve_a_moment, "another shape than its parameter"),
     "no groups": (lambda folder: next(folder.glob("*_group.bin")).unlink(), "_group.bin"),
     "fewer groups": (lambda folder: torch.save([], next(folder.glob("*_group.bin"))), "expected: "),
@@ -112,6 +127,56 @@ def test_sharded_files(tmp_path: Path, plugin: str, use_async: bool) -> None:
             load(str(tmp_path / part))
 
     ranks.run(2, job, timeout=200)
+
+
+def _with_unused(plugin: str) -> Any:
+    """GPT-2 with a frozen parameter, and one that never receives a gradient, which Gemini does not train."""
+    module = gpt2()
+    module.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+    module.unused = nn.Parameter(torch.ones(6), requires_grad=plugin != "gemini")
+    return module
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_parameters_without_state_are_no_loss(
+    tmp_path: Path, plugin: str, shard: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job() -> None:
+        AsyncFileWriter.is_open.set()
+        for number, use_async in enumerate((False, True)):
+            booster, model, optimizer = boost(plugin, partial(_with_unused, plugin))
+            path = str(tmp_path / f"{number}{'' if shard else '.safetensors' if use_async else '.bin'}")
+            for _ in range(2):  # before the first step, and after it
+                booster.save_optimizer(optimizer, path, shard=shard, use_async=use_async)
+                booster.checkpoint_io._sync_io()
+                dist.barrier()
+                again = boost(plugin, partial(_with_unused, plugin), seed=1)
+                again[0].load_optimizer(again[2], path)
+                train(booster, model, optimizer, range(1))
+        assert not [record for record in caplog.records if record.name == "mcore_ckpt_ext"]
+
+    ranks.run(2, job)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_states_that_stock_did_not_save_are_named_once(
+    tmp_path: Path, plugin: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job() -> int:
+        booster, model, optimizer = boost(plugin)
+        strict.uninstall()
+        train(booster, model, optimizer, range(1))
+        booster.save_optimizer(optimizer, str(tmp_path), shard=True, size_per_shard=0.05)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _forget_a_shard(tmp_path)
+        dist.barrier()
+        booster, model, optimizer = boost(plugin)
+        booster.load_optimizer(optimizer, str(tmp_path))
+        return sum("no optimizer state of" in record.getMessage() for record in caplog.records)
+
+    assert ranks.run(2, job) == [1, 0]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -1,0 +1,64 @@
+"""Refuses optimizer checkpoints that have lost states: neither the index nor the folder has them.
+
+Parameters may have no state: they were frozen, never received a gradient (0.5.0, zero/low_level/low_level_optim.py:
+``step``), or the optimizer keeps none. So a save notes their numbers in its first param group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.colossalai.ranks import Ranks
+from mcore_ckpt_ext.errors import ModelMismatchError, join_some, quantity
+
+OURS = "mcore_ckpt_ext"
+"""The entry of the first param group with what ColossalAI does not save."""
+_STATELESS = "stateless"
+
+
+def stateless_note(numbers: Iterable[int], with_state: Iterable[int]) -> dict[str, list[int]]:
+    """Return the note of the first param group: the parameters that have no state."""
+    return {_STATELESS: sorted(set(numbers).difference(with_state))}
+
+
+def names_without_state(
+    groups: list[dict[str, Any]], states: Mapping[int, Mapping[str, Any]], live: Mapping[int, str]
+) -> list[str]:
+    """Return the parameters without a state, if a checkpoint with states does not note which have none.
+
+    Args:
+        groups: the checkpoint's param groups.
+        states: its states, by the parameters' numbers.
+        live: the names of parameters that the optimizer steps, by their numbers in the checkpoint.
+
+    Raises:
+        ModelMismatchError: the checkpoint lacks states, and notes that they were saved.
+    """
+    without = {number: name for number, name in live.items() if not states.get(number)}
+    stateless = groups[0].get(OURS, {}).get(_STATELESS) if groups else None
+    if stateless is None:
+        return list(without.values()) if any(states.values()) else []
+    saved = {number for group in groups for number in group["params"]}.difference(stateless)
+    if lost := [name for number, name in without.items() if number in saved]:
+        raise ModelMismatchError(
+            "the checkpoint has lost states of the optimizer",
+            found=f"no state of {quantity(len(lost), 'parameter')}",
+            expected="all states that were saved",
+            where=join_some(lost),
+            hint="use another copy of the checkpoint; a file of this one is missing, and its index does not name it",
+        )
+    return []
+
+
+def warn_of_missing_states(ranks: Ranks, names: list[str]) -> None:
+    """Log on one of the ranks which parameters begin without a state; all ranks must call this."""
+    by_rank = ranks.items_by_rank(names)
+    if (missing := list(dict.fromkeys(sum(by_rank.values(), [])))) and ranks.rank == min(by_rank):
+        logging.getLogger("mcore_ckpt_ext").warning(
+            "the checkpoint has no optimizer state of %s (%s), which begin without: this is right only if they were "
+            "frozen or never received a gradient; otherwise a file is missing",
+            quantity(len(missing), "parameter"),
+            join_some(missing),
+        )
