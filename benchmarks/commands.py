@@ -181,7 +181,7 @@ def _of_size(source: Path, size: int, part: Path) -> Path:
 
 
 def table(results: Results) -> Iterator[str]:
-    """Yield the lines of the table in `README.md`: a row for each command, and for each of its references."""
+    """Yield the lines of a table: a row for each command, and for each of its references."""
     yield "| command | cache | seconds (least to most) | processor s | peak MiB | seconds, x | processor s, x |"
     yield "|---|---|---|---|---|---|---|"
     for (name, state), measured in results.items():

@@ -5,6 +5,7 @@ of them: torch alone (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), torch with the hooks
 (``MCORE_CKPT_EXT=0``). Run: ``python benchmarks/import_time.py [ROUNDS]``.
 """
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -33,7 +34,9 @@ def seconds(code: str, environment: dict[str, str]) -> float:
 
 def main() -> None:
     """Print the medians, their ratio to torch alone, and the cost of this package."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rounds", nargs="?", type=int, default=9)
+    rounds = parser.parse_args().rounds
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):
         for kind, environment in KINDS.items():

@@ -42,6 +42,7 @@ from mcore_ckpt_ext.writing import RecordWriter, lay_out
 _DTYPES = (torch.bfloat16, torch.float32)
 _STATES = {"param": FP32_PARAM, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 _NOISE = 1 << 22
+_STAGES = 4
 _GROUP = {
     "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 1000, "lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-4,
     "weight_decay": 0.1, "eps": 1e-8, "betas": (0.9, 0.95), "bias_correction": True,
@@ -117,7 +118,7 @@ def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ..
 def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabulary: int, file_bytes: int) -> int:
     """Write the run folder, and return its size in bytes."""
     arguments = arguments_of(
-        layers, hidden, feed_forward, vocabulary, pipeline_model_parallel_size=4, data_parallel_size=2
+        layers, hidden, feed_forward, vocabulary, pipeline_model_parallel_size=_STAGES, data_parallel_size=2
     )
     iteration, records = make_empty(folder, arguments, file_bytes)
     with Folder.at(iteration) as content:
@@ -307,6 +308,8 @@ def main() -> None:
     """Run the command line."""
     parser = parser_of(__doc__, layers=12, hidden=1536, feed_forward=4096, vocabulary=32000)
     options = vars(parser.parse_args())
+    if options["layers"] % _STAGES:
+        parser.error(f"--layers has to be a multiple of {_STAGES}, the number of pipeline stages")
     print(f"{make(options.pop('folder'), **options, file_bytes=1 << 29):,} bytes")
 
 

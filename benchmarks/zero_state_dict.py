@@ -10,6 +10,7 @@ Run: ``python benchmarks/zero_state_dict.py [ROUNDS]``.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import statistics
@@ -134,7 +135,9 @@ def _status(field: str) -> int:
 
 def main() -> None:
     """Print medians, ratios and peaks."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rounds", nargs="?", type=int, default=7)
+    rounds = parser.parse_args().rounds
     warnings.simplefilter("ignore")
     redirect.install()
     import colossalai.zero  # noqa: F401 - once, before the ranks are forked

@@ -8,6 +8,7 @@ The models are those of tests/huggingface: `published` and `own_code`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -97,6 +98,7 @@ def _release(arguments: ModelArguments) -> Version:
 
 def main() -> None:
     """Write the table."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     rows = ",\n".join(f" {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in table().items())
     TABLE.write_text(f"{{\n{rows}\n}}\n")
 

@@ -13,6 +13,7 @@ file contains `config.NAME` or `getattr(config, "NAME")`.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import inspect
@@ -234,6 +235,7 @@ def table() -> dict[str, Any]:
 
 def main() -> None:
     """Write the column of the installed release."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     known = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     known[transformers.__version__] = table()
     lines = [

@@ -10,6 +10,7 @@ It creates an environment in `.venv` (about two minutes and 5 GB on a new machin
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from how_far import installing
 
 # Files of a checkout: the script, and a file by which Megatron-LM is recognized.
 _NEEDED = ("pretrain_gpt.py", "megatron/core/package_info.py")
+_MARK = ".made_by_demo"
 
 
 def main() -> int:
@@ -35,6 +37,8 @@ def main() -> int:
         missing = [name for name in _NEEDED if not (arguments.megatron / name).is_file()]
         if missing:
             parser.error(f"{arguments.megatron} is no checkout of Megatron-LM: it has no {' and no '.join(missing)}")
+    if not make_empty(arguments.folder):
+        parser.error(f"{arguments.folder} contains files that this program has not made: name another folder")
     parts, program = (3, "elastic_demonstration.py") if arguments.elastic else (6, "resume_demonstration.py")
     print(f"[1/{parts}] installing torch and megatron-core from PyPI into .venv ", end="")
     print("(about two minutes on a fresh machine) ...", flush=True)
@@ -51,6 +55,18 @@ def main() -> int:
     if arguments.megatron is not None:
         command.append(arguments.megatron.resolve())
     return subprocess.run(command, check=False).returncode
+
+
+def make_empty(folder: Path) -> bool:
+    """Make the folder, without the results of an earlier run; return False if it contains anything else."""
+    is_marked = (folder / _MARK).is_file()
+    if folder.exists() and not is_marked and (not folder.is_dir() or any(folder.iterdir())):
+        return False
+    if is_marked:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MARK).touch()
+    return True
 
 
 if __name__ == "__main__":

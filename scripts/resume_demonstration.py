@@ -7,7 +7,6 @@ this package and never read a checkpoint.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -56,8 +55,7 @@ class Demonstration:
 
     def run(self) -> int:
         """Run all steps, and return 0 if all elements of the optimizers are equal."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         source = self._train()
         self._show_refusal()
         resumed = {target: self._resume(target, step) for step, target in enumerate(TARGETS, start=4)}

@@ -5,6 +5,7 @@ python scripts/selftest_checkpoint.py        in the environment of the tests
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 import tarfile
@@ -25,6 +26,7 @@ TIME_LIMIT = 200
 
 def main() -> int:
     """Train, save, and pack."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     FOLDER.mkdir()
     try:
         job = job_of_eight_ranks(Machine(8, "gloo"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,8 @@ def sizes_to_come(job: JobArguments, consumed: int) -> list[BatchSize]:
         consumed: the samples that were consumed.
     """
     steps = _steps(job)
-    first = max((number for number, step in enumerate(steps) if step.sample <= consumed), default=0)
-    return [BatchSize(max(step.sample, consumed), step.size) for step in steps[first:]]
+    first = max(bisect_right(steps, consumed, key=lambda step: step.sample), 1)
+    return [BatchSize(max(step.sample, consumed), step.size) for step in steps[first - 1 : first]] + steps[first:]
 
 
 def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:

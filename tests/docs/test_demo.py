@@ -1,4 +1,4 @@
-"""Test parts of the demonstration: its progress messages, and its error for a folder that is no checkout."""
+"""Test parts of the demonstration: its progress messages, and its errors for folders that are not what it needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import how_far
 import pytest
+from demo import make_empty
 
 DEMO = Path(how_far.__file__).with_name("demo.py")
 
@@ -19,6 +20,23 @@ def test_a_folder_that_is_no_checkout_is_refused_at_once(tmp_path: Path) -> None
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert f"{tmp_path} is no checkout of Megatron-LM: it has no pretrain_gpt.py" in done.stderr
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    assert make_empty(folder)
+    (folder / "loss.png").touch()
+    assert make_empty(folder)
+    assert not (folder / "loss.png").exists()
+    file = tmp_path / "mine" / "thesis.tex"
+    file.parent.mkdir()
+    file.touch()
+    done = subprocess.run(
+        [sys.executable, str(DEMO), str(file.parent)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, file.exists()) == (2, "", True)
+    assert f"{file.parent} contains files that this program has not made" in done.stderr
+    assert not make_empty(file)
 
 
 def test_iterations_are_read_from_megatrons_lines() -> None:
