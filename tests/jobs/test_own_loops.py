@@ -67,6 +67,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("frozen, loaded", SIXTY, 2, 2, at["frozen"], "none", "together", "frozen")
     found.add("stub", SIXTY, 1, 4, "none", at["stub"], "called", "stub")
     found.add("stub, loaded", SIXTY, 2, 2, at["stub"], "none", "together", "stub")
+    found.add("twice", SIXTY, 2, 2, at["pp4"], "none", "together", "twice")
     found.add("stub, called", SIXTY, 2, 2, at["stub"], "none", "called", "stub")
     found.add("shifted", SIXTY, 1, 1, "none", at["shifted"], "together", "buckets")
     found.add("shifted, loaded", SIXTY, 1, 1, at["shifted"], "none", "together", "buckets")
@@ -223,6 +224,13 @@ def test_ranks_whose_optimizer_is_a_stub(turns: Programs) -> None:
     assert f"no sidecar in {turns.place('stub')}: a rank has no optimizer" in turns.output
     assert open_checkpoint(turns.place("stub")).job.found_sidecar().sidecar is not None  # by the call
     assert_same_optimizer(turns.dump("stub"), turns.dump("stub, called"))
+
+
+def test_ranks_that_request_different_numbers_of_optimizers(turns: Programs) -> None:
+    """All ranks end with one refusal, and none waits for the others."""
+    (ended,) = turns.ended["twice"]
+    assert ended.startswith("ResumeRefusedError: ")
+    assert "no optimizer on rank 1 to 3, as happens" in ended
 
 
 def test_process_groups_of_the_programs_own(turns: Programs) -> None:

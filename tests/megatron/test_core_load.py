@@ -15,7 +15,14 @@ from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron import core_load
 from mcore_ckpt_ext.megatron.core_load import wrap_load, wrap_load_state_dict
+from mcore_ckpt_ext.megatron.core_phases import DECIDING, CoreRank, CoreResume
+from mcore_ckpt_ext.megatron.decision_phases import ASSESSMENT
+from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
+from mcore_ckpt_ext.megatron.load_assessment import LoadAssessment
+from mcore_ckpt_ext.megatron.load_facts import UNSTATED, Loop
 from mcore_ckpt_ext.megatron.load_request import LoadPlan
+from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.policy import LoadDecision
 from mcore_ckpt_ext.megatron.required_order import check_required_order
 from tests.harness.checkpoints import fixture_named
 
@@ -40,6 +47,34 @@ def test_the_order_of_the_data_of_another_loop_is_said_to_be_unknown(monkeypatch
     wrap_load_state_dict(lambda optimizer, state: pytest.fail("called"))(None, plan)
     (line,) = said
     assert line.startswith("optimizer resumed; data: goes on at an unknown sample, not known whether in the same order")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_decision_of_any_rank_against_megatron_counts(rank: int, tmp_path: Path) -> None:
+    """Stock Megatron may fail on one pipeline stage alone."""
+    resume = CoreResume(LoadSession(tmp_path), UNSTATED, ResumeOptions())
+    decisions = [LoadDecision(Loop.CORE), LoadDecision(Loop.CORE)]
+    decisions[rank] = LoadDecision(Loop.CORE, reason="empty groups")
+    assert ASSESSMENT.collect is not None
+    ASSESSMENT.collect(resume, None, [LoadAssessment(tmp_path, decision) for decision in decisions])
+    assert resume.assessment is not None
+    assert resume.assessment.decision.reason == "empty groups"
+
+
+def test_ranks_without_an_optimizer_are_named_where_megatron_cannot_load(tmp_path: Path) -> None:
+    resume = CoreResume(LoadSession(tmp_path), UNSTATED, ResumeOptions())
+    looking, *_, refusing = DECIDING
+    looks = [CoreRank(None).look(resume) for _ in range(2)]
+    assert looking.collect is not None
+    looking.collect(resume, None, [looks[0], looks[1]._replace(has_request=True)])
+    assert not refusing.applies(resume)
+    resume.assessment = LoadAssessment(tmp_path, LoadDecision(Loop.CORE))
+    assert not refusing.applies(resume)
+    resume.assessment = LoadAssessment(tmp_path, LoadDecision(Loop.CORE, reason="layout"))
+    assert refusing.applies(resume)
+    with pytest.raises(UnsupportedCheckpointError, match="some ranks have no optimizer") as caught:
+        refusing.work(resume)
+    assert caught.value.details["found"].startswith("no optimizer on rank 0,")
 
 
 @pytest.mark.parametrize("required", [True, False])

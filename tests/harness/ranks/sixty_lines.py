@@ -8,10 +8,11 @@ root of the stored state), `verl-first` (as `verl`, with the optimizer's state f
 uses this package: for the optimizer, and for the sidecar). With `frozen`, the embeddings and the first two layers are
 not trained, so that a stage may have nothing to train. With `stub`, such a rank has an empty optimizer, as
 `get_megatron_optimizer` made it up to 0.13, and is skipped as in training loops. With `buckets`, a buffer has several
-buckets, and `fully_reshardable` is saved. With `decoupled`, embeddings have a decoupled learning rate. With `plain`,
-the optimizer is not distributed, and embeddings, weights of norms, and their biases have groups of their own. With
-`lr_mult`, groups lose that setting before they are saved. With `random`, random states are saved and loaded; their grid
-has a data-parallel axis if they are saved, as Megatron 0.16.1 stores those of jobs with several expert ranks.
+buckets, and `fully_reshardable` is saved. With `decoupled`, embeddings have a decoupled learning rate. With `twice`,
+the first rank requests the optimizer under two keys. With `plain`, the optimizer is not distributed, and embeddings,
+weights of norms, and their biases have groups of their own. With `lr_mult`, groups lose that setting before they are
+saved. With `random`, random states are saved and loaded; their grid has a data-parallel axis if they are saved, as
+Megatron 0.16.1 stores those of jobs with several expert ranks.
 """
 
 import sys
@@ -82,6 +83,8 @@ def load(folder: Path, *parts: str) -> dict[str, Any]:
     asked: dict[str, Any] = {"model": whole["model"], **random} if "model" in parts else {}
     if "optimizer" in parts and not optimizer.is_stub_optimizer:
         asked["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=True, metadata=metadata)
+    if "twice" in sys.argv and torch.distributed.get_rank() == 0:
+        asked["again"] = optimizer.sharded_state_dict(whole, is_loading=True, metadata=metadata)
     if way == "root" and "optimizer" in parts:
         return {"optimizer": dist_checkpointing.load(asked["optimizer"], str(folder))}
     if way == "nested":
