@@ -45,8 +45,6 @@ def serves(optimizer: Any) -> bool:
 
 def finds_request(session: LoadSession, request: LoadRequest) -> bool:
     """Return True if the folder is readable and has every array that this rank requests, of equal size."""
-    if not serves(request.optimizer):
-        return True
     with suppress(CheckpointError):
         index = session.checkpoint.files.index()
         return index is not None and is_stored_alike(request, index)
@@ -86,8 +84,9 @@ def decision_on_request(session: LoadSession, optimizer: Any, running: JobArgume
         running=running,
         differing_arguments=lambda: _differing_arguments(checkpoint, chain),
         stored_groups=stored_groups(session),
-        is_shifted=lambda: is_first_rank() and _is_shifted(checkpoint),  # one rank reads for all
-        is_before_first_step=lambda: is_before_first_step(checkpoint),
+        # One rank reads for all.
+        is_shifted=lambda: is_first_rank() and _is_shifted(checkpoint),
+        is_before_first_step=lambda: is_first_rank() and is_before_first_step(checkpoint),
     )
     return decide(facts)
 

@@ -70,18 +70,18 @@ class CoreRank(LiveRank):
         """
         if self._request is None:
             return _Look(has_request=False, is_served=True, finds_request=True)
-        is_served = serves(self._optimizer)
-        if is_served:
+        if serves(self._optimizer):
             self._chunks = chunks_of(self._optimizer)
             resume.running = live_arguments(self._chunks, self._optimizer)
-        elif shifts_groups(Chain.of(self._optimizer)):
+            return _Look(has_request=True, is_served=True, finds_request=finds_request(resume.session, self._request))
+        if shifts_groups(Chain.of(self._optimizer)):
             raise UnsupportedCheckpointError(
                 "Megatron would copy the optimizer's masters into other parameters",
                 found="a parameter group that has none on this pipeline stage, before others of the same optimizer",
                 where=str(resume.session.folder),
                 hint=_CALL,
             )
-        return _Look(True, is_served, finds_request(resume.session, self._request))
+        return _Look(has_request=True, is_served=False, finds_request=True)
 
     def assess(self, resume: CoreResume) -> LoadAssessment | None:
         """Assess the checkpoint for the live optimizer.

@@ -106,7 +106,7 @@ def decision_on(facts: LoadFacts) -> LoadDecision | None:
 def stored_groups(session: LoadSession) -> Callable[[], Sequence[Mapping[str, Any]]]:
     """Return a function that reads a checkpoint's parameter groups once, when a check first needs them.
 
-    It returns them on rank 0, which decides, and an empty list on the other ranks.
+    It returns them on rank 0, which reads for all, and an empty list on the other ranks.
     """
 
     @functools.cache
@@ -122,7 +122,7 @@ def stored_groups(session: LoadSession) -> Callable[[], Sequence[Mapping[str, An
 
 
 def _is_before_first_step(session: LoadSession, common: Mapping[str, Any]) -> bool:
-    """Return True if the optimizer was saved before its first step; only rank 0, which decides, reads it."""
+    """Return True if the optimizer was saved before its first step; rank 0 reads it for all."""
     may_be = counts_no_step(scheduler_in(common)) and is_first_rank()
     return may_be and is_before_first_step(session.checkpoint)
 

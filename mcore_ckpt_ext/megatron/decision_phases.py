@@ -32,8 +32,8 @@ class AssessedResume(Resume):
 
 def _take_assessment(resume: AssessedResume, performer: Any, assessments: Sequence[LoadAssessment | None]) -> None:
     # Stock Megatron may fail on one pipeline stage alone.
-    stock_last = sorted(filter(None, assessments), key=lambda assessment: assessment.decision.is_stock)
-    resume.assessment = next(iter(stock_last), None)
+    made = filter(None, assessments)
+    resume.assessment = min(made, key=lambda assessment: assessment.decision.is_stock, default=None)
     if resume.assessment is not None:
         resume.session = resume.session.with_folder(resume.assessment.folder)
 
