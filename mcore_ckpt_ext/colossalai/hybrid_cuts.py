@@ -117,7 +117,7 @@ def working_parameter(optimizer: Any, stepped: torch.Tensor) -> Any:
     return stepped if of_master is None else of_master[id(stepped)]
 
 
-def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state: State) -> State:
+def local_state(optimizer: Any, stepped: torch.Tensor, state: State) -> State:
     """Return this rank's part of a parameter's state; also write the master's padding rows to the weight."""
     parameter = working_parameter(optimizer, stepped)
     local: State = {}
@@ -132,8 +132,7 @@ def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state
             continue
         rows = padding.fit_padding(parameter, name, state.get(f"{name}{PADDING}"))
         cut = tensor_parallel.slice_of(parameter, value, rows)
-        if checkpoint_io.use_zero:
-            cut = part(cut, checkpoint_io.global_dp_size, checkpoint_io.dp_rank)
+        cut = part_here(optimizer, parameter, cut)
         # Moments are kept in the dtype of the stepped tensor, as in ColossalAI.
         local[name] = torch.empty(cut.shape, dtype=stepped.dtype, device=stepped.device).copy_(cut)
     return local

@@ -141,7 +141,7 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         for key, state in state_dict.items():
             stepped = id_map.get(int(key))
             if stepped is not None:
-                optimizer.optim.state[stepped] = local_state(self, optimizer, stepped, state)
+                optimizer.optim.state[stepped] = local_state(optimizer, stepped, state)
 
     def save_sharded_optimizer(
         self,

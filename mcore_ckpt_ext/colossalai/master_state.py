@@ -6,7 +6,7 @@ like moments. ColossalAI without this package ignores them on loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -66,26 +66,19 @@ def take(optimizer: Any) -> None:
 
 def update_master_params(optimizer: Any, model: Any) -> None:
     """Update the masters like ColossalAI, but keep loaded masters that round to the weights."""
-    exact: dict[torch.Tensor, torch.Tensor] = {}
     if has_exact_masters(optimizer):
-        masters = (master for master in _masters(optimizer) if _rounds_to(master, _weight_of(optimizer, master)))
-        exact = {master: master.detach().clone() for master in masters}
-    optimizer._non_strict_update_master_params(model)
-    for master, value in exact.items():
-        master.data.copy_(value)
+        _drop_outdated(optimizer, _masters(optimizer))
+    else:
+        optimizer._non_strict_update_master_params(model)
 
 
-def _drop_outdated(optimizer: Any, masters: list[torch.Tensor]) -> None:
+def _drop_outdated(optimizer: Any, masters: Iterable[torch.Tensor]) -> None:
+    """Replace masters that do not round to their weights by these."""
     for master in masters:
-        weight = _weight_of(optimizer, master)
+        parameter = working_parameter(optimizer, master)
+        weight = part_here(optimizer, parameter, parameter.detach())
         if not _rounds_to(master, weight):
             master.data.copy_(weight)
-
-
-def _weight_of(optimizer: Any, master: torch.Tensor) -> torch.Tensor:
-    """Return the part of a weight that has this master."""
-    parameter = working_parameter(optimizer, master)
-    return part_here(optimizer, parameter, parameter.detach())
 
 
 def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:

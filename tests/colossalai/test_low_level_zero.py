@@ -12,6 +12,7 @@ import torch.distributed as dist
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
+from mcore_ckpt_ext.colossalai.hybrid_cuts import part
 from tests.colossalai.boosted import train
 from tests.colossalai.jobs import bits, refusal
 from tests.colossalai.models import gpt2
@@ -183,6 +184,13 @@ def test_a_scheduler_goes_on_after_loading(tmp_path: Path, shard: bool) -> None:
     ranks.run(1, job)
 
 
+def _note_whether_masters_round_to_weights(optimizer: Any, noted: list[bool], *_: object) -> None:
+    working = optimizer.get_master_to_working_map()
+    masters = optimizer.optim.param_groups[0]["params"]
+    own = (part(working[id(master)].detach(), dist.get_world_size(), dist.get_rank()) for master in masters)
+    noted.append(all(torch.equal(master.to(weight.dtype), weight) for master, weight in zip(masters, own, strict=True)))
+
+
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("optimizer_first", [False, True])
 def test_masters_of_a_former_step_that_stock_saved_again_are_not_taken(
@@ -204,7 +212,12 @@ def test_masters_of_a_former_step_that_stock_saved_again_are_not_taken(
             strict.install(plugins=plugins) if plugins else strict.uninstall()
             again = boost(seed=2)
             _load(tmp_path, False, *again, optimizer_first=optimizer_first and bool(plugins))
+            before_steps: list[bool] = []
+            again[2].optim.register_step_pre_hook(
+                partial(_note_whether_masters_round_to_weights, again[2], before_steps)
+            )
             losses.append(train(*again, MORE))
+            assert before_steps[0]
         assert losses[0] == losses[1]
 
     ranks.run(2, job)
