@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
@@ -18,6 +22,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import read_slice
 from tests.harness.checkpoints import Fixture
 
+_SCHEDULE, _COMMON, _ADDED = "opt_param_scheduler", "common_state/shard_0_1", "__90_0.distcp"
 MATRIX = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
@@ -36,6 +41,29 @@ def flip(path: Path, position: int, bit: int = 0x40) -> None:
         (value,) = file.read(1)
         file.seek(position)
         file.write(bytes([value ^ bit]))
+
+
+def remove_schedule(folder: Path) -> None:
+    """Remove the learning rate schedule of an iteration, wherever its format stores it."""
+    for file in (*folder.glob("common.pt"), *folder.glob("*/model_optim_rng.pt")):
+        state = torch.load(file, weights_only=False)
+        del state[_SCHEDULE]
+        torch.save(state, file)
+    index = folder / ".metadata"
+    if not index.exists() or (folder / "common.pt").exists():
+        return
+    metadata = pickle.loads(index.read_bytes())
+    for key in [key for key in metadata.state_dict_metadata if key.startswith(f"{_SCHEDULE}.")]:
+        del metadata.state_dict_metadata[key]
+    if _COMMON in metadata.state_dict_metadata:
+        place = metadata.storage_data[MetadataIndex(_COMMON)]
+        stored = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+        (state,) = torch.load(io.BytesIO(stored), weights_only=False)
+        del state[_SCHEDULE]
+        torch.save([state], archive := io.BytesIO())
+        (folder / _ADDED).write_bytes(archive.getvalue())
+        metadata.storage_data[MetadataIndex(_COMMON)] = _StorageInfo(_ADDED, 0, len(archive.getvalue()))
+    index.write_bytes(pickle.dumps(metadata))
 
 
 def without_digests(folder: Path) -> Path:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
 from mcore_ckpt_ext.megatron.live.phases import Phase
@@ -20,7 +19,7 @@ from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.rehearsal.simulated_ranks import SimulatedRanks
 from mcore_ckpt_ext.rehearsal.target import sizes_in
 from tests.harness.checkpoints import Fixture, fixture_named
-from tests.harness.damage import MATRIX, flip, recorded_digests
+from tests.harness.damage import MATRIX, flip, recorded_digests, remove_schedule
 from tests.harness.unknown_keys import LOST, OTHER, add_to_torch_dist
 
 
@@ -54,19 +53,23 @@ def test_a_rehearsal_performs_every_phase_up_to_the_first_that_writes(monkeypatc
     assert list(dict.fromkeys(performed)) == [phase for phase in expected if phase in performed]
 
 
-def without_schedule(folder: Path) -> None:
-    state = torch.load(folder / "common.pt", weights_only=False)
-    del state["opt_param_scheduler"]
-    torch.save(state, folder / "common.pt")
-
-
-def test_a_checkpoint_without_a_schedule_is_refused(tmp_path: Path) -> None:
-    copy = fixture_named("p01").copy_to(tmp_path / "copy")
-    without_schedule(copy.iteration)
+@pytest.mark.parametrize(
+    ("name", "phase", "says"),
+    [
+        ("p01", "looking at the progress of the run", "the checkpoint does not say how far its run was"),
+        ("p10", "looking at the progress of the run", "the checkpoint does not say how far its run was"),
+        ("p08b", "comparing the schedules", "the checkpoint has no state of the learning rate scheduler"),
+        ("p50", "comparing the schedules", "the checkpoint has no state of the learning rate scheduler"),
+    ],
+)
+def test_a_checkpoint_without_a_schedule_is_refused(name: str, phase: str, says: str, tmp_path: Path) -> None:
+    """In a file, an archive, the files of ranks, or entries of the index."""
+    copy = fixture_named(name).copy_to(tmp_path / "copy")
+    remove_schedule(copy.iteration)
     found = rehearsed(copy)
     assert not found.will_succeed
-    assert str(found.refusal).startswith("mcore_ckpt_ext refused while looking at the progress of the run; the optim")
-    assert "the checkpoint does not say how far its run was" in str(found.refusal)
+    assert str(found.refusal).startswith(f"mcore_ckpt_ext refused while {phase}; the optimizer is unchanged")
+    assert says in str(found.refusal)
     assert found.is_verbatim
 
 

@@ -136,10 +136,11 @@ def test_stock_succeeds_where_the_policy_chooses_it(row: Row, outcomes: dict[Row
 
 
 def test_the_table(outcomes: dict[Row, Outcome], capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what came of each row; both decisions are among them."""
+    """Prints what came of each row; both decisions are among all of them."""
     with capsys.disabled():
         for row, one in outcomes.items():
             stock, policy = ("right" if can else "fails or differs" for can in (one.stock_can, one.policy_can))
             mark = "" if one.is_right else "  <-- disagreement"
             print(f"{row}: stock {stock}; policy: {one.decision} ({one.why}) {policy}{mark}")
-    assert {one.decision for one in outcomes.values()} >= {"policy", "stock"}
+    if CHOSEN == NAMES:
+        assert {one.decision for one in outcomes.values()} >= {"policy", "stock"}
