@@ -32,6 +32,7 @@ from megatron_on_cpu import compat, dump_optimizer, engine_kernels, record_losse
 from megatron_on_cpu.fork_server import MOST_BYTES, READY
 from megatron_on_cpu.groups import share_device
 from megatron_on_cpu.process import die_with_parent
+from megatron_on_cpu.writer_servers import keep_copy
 
 # When a rank fails, the others usually hang in a collective; ranks that also fail have this long to report why.
 _GRACE_SECONDS = 5.0
@@ -174,6 +175,7 @@ def _run_rank(rank: int, order: dict[str, Any], port: int) -> None:
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
+    keep_copy()
     share_device()
     for plugin in order["plugins"]:
         runpy.run_path(plugin)
