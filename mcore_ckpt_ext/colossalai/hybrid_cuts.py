@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import padding, tensor_parallel
-from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
+from mcore_ckpt_ext.colossalai.lost_states import MASTER, PADDING
+from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.shards import keys_of
 from mcore_ckpt_ext.colossalai.stand_ins import standing_in
 from mcore_ckpt_ext.errors import ModelMismatchError
-
-PADDING = "_padding"
-"""Suffix of the padding rows of a state: ``exp_avg_padding``. Asynchronous files allow no dot there."""
 
 
 def whole_state_dict(module: nn.Module) -> Any:
@@ -61,13 +59,10 @@ def is_per_element(name: str, value: object, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and name != "step" and (value.dim() > 0 or parameter.dim() == 0)
 
 
-def join_shards(
-    name: str, value: torch.Tensor, parameter: Any, zero_group: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def join_shards(value: torch.Tensor, parameter: Any, zero_group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the whole value of a parameter's state, and its padding rows.
 
     Args:
-        name: the name of the state.
         value: this rank's part.
         parameter: the working parameter.
         zero_group: the ranks that share this slice of it, flat, in equal parts; None without ZeRO.
@@ -79,8 +74,6 @@ def join_shards(
         parts = [torch.empty_like(value) for _ in range(dist.get_world_size(zero_group))]
         dist.all_gather(parts, value, group=zero_group)
         value = torch.cat(parts)[: parameter.numel()].view(parameter.shape)
-    if value.shape != parameter.shape:
-        refuse_shape(name, value.shape, parameter.shape)
     room = tensor_parallel.room_for(parameter, value.dtype, value.device)
     return tensor_parallel.whole(parameter, value, room), tensor_parallel.padding_of(parameter, room, value)
 
@@ -97,18 +90,6 @@ def refuse_loaded_shapes(key: int, state: State, parameter: Any) -> None:
                 where=f"{name} of parameter {key}",
                 hint="load a state of the same model and kind of optimizer",
             )
-
-
-def refuse_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
-    """Raise ModelMismatchError if a state that is saved does not have its parameter's shape."""
-    if found != expected:
-        raise ModelMismatchError(
-            "an optimizer state has another shape than its parameter",
-            found=tuple(found),
-            expected=tuple(expected),
-            where=name,
-            hint="optimizers with factored state can be saved without hybrid_parallel in install(plugins=...)",
-        )
 
 
 def working_parameter(optimizer: Any, stepped: torch.Tensor) -> Any:

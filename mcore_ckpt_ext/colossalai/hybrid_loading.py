@@ -12,7 +12,7 @@ from torch import nn
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai.hybrid_cuts import refuse_loaded_shapes, working_parameter
 from mcore_ckpt_ext.colossalai.loading import Accepted, StateDictMismatchError, accept, names_of_each_rank, write
-from mcore_ckpt_ext.colossalai.lost_states import names_without_state, warn_of_missing_states
+from mcore_ckpt_ext.colossalai.lost_states import drop_outdated, names_without_state, warn_of_missing_states
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, same_digests
@@ -24,6 +24,7 @@ _MODEL_UNTOUCHED = "the model is unchanged"
 
 def load_optimizer(checkpoint_io: Any, ranks: Ranks, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Load an optimizer's whole state, saved under any layout, after all ranks have checked it."""
+    state_dict = drop_outdated(state_dict)
     groups: list[dict[str, Any]] = state_dict["param_groups"]
     live = optimizer.optim.param_groups
     ids = optimizer.param_info["param2id"]

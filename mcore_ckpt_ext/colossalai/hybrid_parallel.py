@@ -28,17 +28,16 @@ from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished, pinned_copy, write_model
 from mcore_ckpt_ext.colossalai.files import write_one
 from mcore_ckpt_ext.colossalai.hybrid_cuts import (
-    PADDING,
     entries,
     is_per_element,
     join_shards,
     local_state,
-    refuse_shape,
     whole_state_dict,
 )
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
+from mcore_ckpt_ext.colossalai.lost_states import MASTER, PADDING
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
-from mcore_ckpt_ext.colossalai.optimizer import MASTER, State
+from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.reading import load_states, read_by_all, read_optimizer_by_all, read_sharded_by_all
 from mcore_ckpt_ext.colossalai.replaced import ReplacedMethods, keeps_signature
@@ -54,7 +53,10 @@ class HybridParallelOptimizerMethods(ReplacedMethods):
 
 
 class HybridParallelCheckpointIOMethods(ReplacedMethods):
-    """Methods for HybridParallelCheckpointIO; not for MoeHybridParallelPlugin's subclass of it."""
+    """Methods for HybridParallelCheckpointIO; not for MoeHybridParallelPlugin's subclass of it.
+
+    The subclass has its own methods for optimizers (0.5.0, checkpoint_io/moe_checkpoint.py: ``MoECheckpointIO``).
+    """
 
     @staticmethod
     def _model_sharder(
@@ -100,14 +102,13 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         whole = state if inplace else copy.copy(state)
         for name, value in list(whole.items()):
             if is_per_element(name, value, param):
-                whole_value, rows = join_shards(name, value, param, dp_group if use_zero else None)
-                refuse_shape(name, whole_value.shape, original_shape)
+                whole_value, rows = join_shards(value, param, dp_group if use_zero else None)
                 for key, tensor in ((name, whole_value), (f"{name}{PADDING}", rows)):
                     if tensor is not None:
                         whole |= pinned_copy({key: tensor.detach().to(device, copy=True)}, pinned_state_dicts)
         if MASTER not in whole and tensor_parallel.padding_shape(param) is not None:
             # If the weights are the masters, the model's file has all of them but these rows.
-            whole[f"{MASTER}{PADDING}"] = join_shards(MASTER, param.detach().contiguous(), param, None)[1]
+            whole[f"{MASTER}{PADDING}"] = join_shards(param.detach().contiguous(), param, None)[1]
         return whole
 
     def save_unsharded_model(
@@ -135,9 +136,6 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, State], id_map: Any) -> None:
         """Load states like ColossalAI, but sliced like the parameters."""
-        if _is_of_experts(self):
-            self._non_strict_load_states_into_optimizer(optimizer, state_dict, id_map)
-            return
         for key, state in state_dict.items():
             stepped = id_map.get(int(key))
             if stepped is not None:
@@ -168,26 +166,20 @@ class HybridParallelCheckpointIOMethods(ReplacedMethods):
         """Save like ColossalAI, with the masters and the loss scale."""
         finished = former_save_finished(self, optimizer, _ranks(self), checkpoint, use_async=use_async)
         with finished, masters_in_state(optimizer, _ranks(self)):
+            # ColossalAI takes the memory of a sharded save for that of this file (0.5.0).
+            self.pinned_state_dicts.pop(id(optimizer), None)
             self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
 
-    def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
+    def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *_: Any, **__: Any) -> None:
         """Load all files as one state, so that it is checked as a whole; with masters and loss scale."""
-        if _is_of_experts(self):
-            self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
-        else:
-            ranks = _ranks(self)
-            load_optimizer(
-                self, ranks, optimizer, read_optimizer_by_all(ranks, Path(checkpoint_index_file), exactly=False)
-            )
+        ranks = _ranks(self)
+        load_optimizer(self, ranks, optimizer, read_optimizer_by_all(ranks, Path(checkpoint_index_file), exactly=False))
         take(optimizer)
 
-    def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
+    def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *_: Any, **__: Any) -> None:
         """Load like ColossalAI, but check the state as a whole; with masters and loss scale."""
-        if _is_of_experts(self):
-            self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
-        else:
-            ranks = _ranks(self)
-            load_optimizer(self, ranks, optimizer, read_by_all(ranks, Path(checkpoint), load_states))
+        ranks = _ranks(self)
+        load_optimizer(self, ranks, optimizer, read_by_all(ranks, Path(checkpoint), load_states))
         take(optimizer)
 
     def load_sharded_model(

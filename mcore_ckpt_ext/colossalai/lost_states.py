@@ -2,6 +2,11 @@
 
 Parameters may have no state: they were frozen, never received a gradient (0.5.0, zero/low_level/low_level_optim.py:
 ``step``), or the optimizer keeps none. So a save notes their numbers in its first param group.
+
+Stock ColossalAI loads this note, and all masters and padding rows, trains on, and saves them again as they were (0.5.0,
+zero/gemini/gemini_optimizer.py: ``load_param_groups``, ``load_single_param_states``; checkpoint_io/
+hybrid_parallel_checkpoint_io.py: ``load_sharded_optimizer``). So the note has the newest step, too, which differs
+from that of the states if they are outdated. SGD counts no steps.
 """
 
 from __future__ import annotations
@@ -10,17 +15,47 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import ModelMismatchError, join_some, quantity
 
 OURS = "mcore_ckpt_ext"
 """The entry of the first param group with what ColossalAI does not save."""
+MASTER = "fp32_param"
+PADDING = "_padding"
+"""Suffix of the padding rows of a state: ``exp_avg_padding``. Asynchronous files allow no dot there."""
 _STATELESS = "stateless"
+_STEP = "step"
 
 
-def stateless_note(numbers: Iterable[int], with_state: Iterable[int]) -> dict[str, list[int]]:
-    """Return the note of the first param group: the parameters that have no state."""
-    return {_STATELESS: sorted(set(numbers).difference(with_state))}
+def stateless_note(numbers: Iterable[int], with_state: Iterable[int], step: float) -> dict[str, Any]:
+    """Return the note of the first param group: the parameters that have no state, and the newest step."""
+    return {_STATELESS: sorted(set(numbers).difference(with_state)), _STEP: step}
+
+
+def newest_step(states: Iterable[Mapping[str, Any]]) -> float:
+    """Return the highest step of some states; 0.0 if they count none."""
+    steps = (torch.as_tensor(state[_STEP], dtype=torch.float32) for state in states if _STEP in state)
+    return max((float(step.max()) for step in steps), default=0.0)
+
+
+def drop_outdated(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict without the note, masters and padding rows if stock has trained since.
+
+    The parameters' names remain: stock finds parameters by their numbers.
+    """
+    groups = state_dict["param_groups"]
+    states = state_dict["state"]
+    note = groups[0].get(OURS, {}) if groups else {}
+    if _STEP not in note or not any(states.values()) or newest_step(states.values()) == note[_STEP]:
+        return state_dict
+    names = {key: value for key, value in note.items() if key == "names"}
+    current = {
+        number: {kind: value for kind, value in state.items() if kind != MASTER and not kind.endswith(PADDING)}
+        for number, state in states.items()
+    }
+    return {**state_dict, "param_groups": [{**groups[0], OURS: names}, *groups[1:]], "state": current}
 
 
 def names_without_state(
@@ -47,7 +82,8 @@ def names_without_state(
             found=f"no state of {quantity(len(lost), 'parameter')}",
             expected="all states that were saved",
             where=join_some(lost),
-            hint="use another copy of the checkpoint; a file of this one is missing, and its index does not name it",
+            hint="use another copy of the checkpoint; a file of this one is missing, and its index does not name it. "
+            "If ColossalAI alone saved it with more frozen parameters, load it so, and save with this package",
         )
     return []
 

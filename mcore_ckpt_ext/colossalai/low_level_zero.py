@@ -8,18 +8,20 @@ Stock ColossalAI loads such files, too: its optimizer ignores the entry.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import master_state
 from mcore_ckpt_ext.colossalai.asynchronous import former_save_finished
-from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, is_per_element, part_here, refuse_loaded_shapes
+from mcore_ckpt_ext.colossalai.hybrid_cuts import is_per_element, part_here, refuse_loaded_shapes
 from mcore_ckpt_ext.colossalai.hybrid_loading import accept_states, load_model
+from mcore_ckpt_ext.colossalai.lost_states import PADDING, drop_outdated
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import State
 from mcore_ckpt_ext.colossalai.ranks import Ranks
@@ -33,18 +35,23 @@ class LowLevelZeroMethods(ReplacedMethods):
 
     def state_dict(self, *positional: Any, **keywords: Any) -> dict[str, Any]:
         """Return ColossalAI's dict, with the masters and the loss scale; all ranks must call this."""
-        with masters_in_state(self):
-            return dict(self._non_strict_state_dict(*positional, **keywords))
+        with masters_in_state(self), _scalars_aside(self) as add_scalars:
+            whole = dict(self._non_strict_state_dict(*positional, **keywords))
+            add_scalars(whole["state"])
+            return whole
 
     def state_dict_shard(self, *positional: Any, **keywords: Any) -> Generator[tuple[dict[int, Any], int]]:
         """Yield ColossalAI's shards, with the masters."""
-        with masters_in_state(self):
-            yield from self._non_strict_state_dict_shard(*positional, **keywords)
+        with masters_in_state(self), _scalars_aside(self) as add_scalars:
+            for shard, size in self._non_strict_state_dict_shard(*positional, **keywords):
+                add_scalars(shard)
+                yield shard, size
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like ColossalAI, with masters and loss scale if saved, once all ranks accept the dict."""
         from colossalai.zero.low_level._utils import get_nd_world_size
 
+        state_dict = dict(drop_outdated(state_dict))
         parameters: dict[int, Any] = {}
 
         def inspect_here() -> Iterable[int]:
@@ -151,6 +158,33 @@ def _parameters_by_id(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[int
     for key, state in state_dict["state"].items():
         refuse_loaded_shapes(key, state, parameters[key])
     return parameters
+
+
+@contextmanager
+def _scalars_aside(optimizer: Any) -> Iterator[Callable[[dict[int, State]], None]]:
+    """Take scalars, as NAdam's, out of the states; the function of this context adds them to saved ones.
+
+    ColossalAI gathers every tensor that is not named ``step`` (0.5.0, zero/low_level/low_level_optim.py).
+    """
+    states = [optimizer.optim.state.get(p, {}) for group in optimizer.optim.param_groups for p in group["params"]]
+    aside = [{name: value for name, value in state.items() if _is_scalar(name, value)} for state in states]
+    for state, scalars in zip(states, aside, strict=True):
+        for name in scalars:
+            del state[name]
+
+    def add_scalars(saved: dict[int, State]) -> None:
+        for number, state in saved.items():
+            state.update((name, value.clone().cpu()) for name, value in aside[number].items())
+
+    try:
+        yield add_scalars
+    finally:
+        for state, scalars in zip(states, aside, strict=True):
+            state.update(scalars)
+
+
+def _is_scalar(name: str, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and name != "step"
 
 
 @contextmanager

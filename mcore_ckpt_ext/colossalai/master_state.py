@@ -6,19 +6,20 @@ like moments. ColossalAI without this package ignores them on loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.colossalai.hybrid_cuts import part_here, working_parameter
+from mcore_ckpt_ext.colossalai.files import NOT_WHOLE
+from mcore_ckpt_ext.colossalai.hybrid_cuts import is_per_element, part_here, working_parameter
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters, note_exact_masters
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
-from mcore_ckpt_ext.colossalai.lost_states import OURS, stateless_note
-from mcore_ckpt_ext.colossalai.optimizer import MASTER
+from mcore_ckpt_ext.colossalai.lost_states import MASTER, OURS, newest_step, stateless_note
 from mcore_ckpt_ext.colossalai.ranks import Ranks
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
 _STEP = f"{MASTER}_step"
 """An entry of older files."""
@@ -33,12 +34,15 @@ def masters_in_state(optimizer: Any, stages: Ranks | None = None) -> Iterator[No
         stages: the ranks of all pipeline stages, which must call this; None if each rank has all parameters.
     """
     masters = list(_masters(optimizer))
+    # Adagrad's first states are those of the parameters for which ColossalAI steps masters: nothing uses them.
+    for former in set(optimizer.optim.state).difference(_step_tensors(optimizer)):
+        del optimizer.optim.state[former]
     for master in masters:
         optimizer.optim.state[master][MASTER] = master.detach()
     group = optimizer.optim.param_groups[0]
     group[OURS] = {"loss_scale": scale} if (scale := loss_scale(optimizer)) else {}
     try:
-        group[OURS] |= _stateless(optimizer, stages)
+        group[OURS] |= _note(optimizer, stages)
         yield
     finally:
         group.pop(OURS, None)
@@ -87,18 +91,43 @@ def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
     return any(torch.equal(master.to(dtype).to(weight), weight) for dtype in through)
 
 
-def _stateless(optimizer: Any, stages: Ranks | None) -> dict[str, list[int]]:
-    """Return the note of parameters without state, by their numbers in the file."""
-    states = optimizer.optim.state
+def _note(optimizer: Any, stages: Ranks | None) -> dict[str, Any]:
+    """Return the note of parameters without state, by their numbers in the file.
+
+    Raises:
+        UnsupportedCheckpointError: of `_describe_states`; with `stages` a ResumeRefusedError on all of these.
+    """
     if stages is None:
-        has_state = dict(enumerate(bool(states.get(stepped)) for stepped in _step_tensors(optimizer)))
-        return stateless_note(has_state, (key for key, has in has_state.items() if has))
+        numbers = {stepped: number for number, stepped in enumerate(_step_tensors(optimizer))}
+        with_state, step = _describe_states(optimizer, numbers)
+        return stateless_note(numbers.values(), with_state, step)
     info = optimizer.param_info
-    with_state = {
-        info["param2id"][id(working_parameter(optimizer, stepped))] for stepped, state in states.items() if state
-    }
-    numbers = (key for group in info["param_groups"] for key in group["params"])
-    return stateless_note(numbers, set().union(*stages.gather(with_state)))
+    numbers = {p: info["param2id"][id(working_parameter(optimizer, p))] for p in _step_tensors(optimizer)}
+    described = stages.agree(partial(_describe_states, optimizer, numbers), "saving the optimizer", NOT_WHOLE)
+    of_stages, steps = zip(*described, strict=True)
+    known = (key for group in info["param_groups"] for key in group["params"])
+    return stateless_note(known, set().union(*of_stages), max(steps))
+
+
+def _describe_states(optimizer: Any, numbers: Mapping[torch.Tensor, int]) -> tuple[set[int], float]:
+    """Return the numbers of parameters with a state, and the newest step.
+
+    Raises:
+        UnsupportedCheckpointError: a state is neither a scalar nor has the shape of the parameter's part. ColossalAI's
+            code gathers and shards each tensor like the parameter, and could take another for one.
+    """
+    states = {number: optimizer.optim.state.get(stepped, {}) for stepped, number in numbers.items()}
+    for stepped, number in numbers.items():
+        for name, value in states[number].items():
+            if is_per_element(name, value, stepped) and value.shape != stepped.shape:
+                raise UnsupportedCheckpointError(
+                    f"{type(optimizer.optim).__name__} has a state of another shape than its parameter",
+                    found=tuple(value.shape),
+                    expected=tuple(stepped.shape),
+                    where=f"{name} of parameter {number}",
+                    hint="train with an optimizer without factored states, for example HybridAdam",
+                )
+    return {number for number, state in states.items() if state}, newest_step(states.values())
 
 
 def _pop(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:

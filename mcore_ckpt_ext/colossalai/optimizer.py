@@ -21,14 +21,21 @@ from mcore_ckpt_ext.colossalai.gathering import Gather
 from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
 from mcore_ckpt_ext.colossalai.loading import write_master, write_padding
 from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
-from mcore_ckpt_ext.colossalai.lost_states import OURS, names_without_state, stateless_note, warn_of_missing_states
+from mcore_ckpt_ext.colossalai.lost_states import (
+    MASTER,
+    OURS,
+    drop_outdated,
+    names_without_state,
+    newest_step,
+    stateless_note,
+    warn_of_missing_states,
+)
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, inspect_wrapper
 from mcore_ckpt_ext.errors import ModelMismatchError, quantity
 
-MASTER = "fp32_param"
 _PADDING = "padding"
 
 State = dict[str, Any]
@@ -57,7 +64,6 @@ class GatheredState:
         self._gather = Gather(zero, self.errors, everywhere=not only_rank_0)
         self._with_masters = optimizer._saves_masters()
         self._padding: Padding = {}
-        self._with_state: set[int] = set()
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the param groups, once the state has been received.
@@ -65,10 +71,8 @@ class GatheredState:
         The first has the padding rows of every kind, masters included; in `state` ColossalAI would misread them.
         """
         groups: list[dict[str, Any]] = self._optimizer.get_param_groups_for_saving()
-        if groups:
-            note: dict[str, Any] = dict(stateless_note(self._optimizer.id_to_real_params, self._with_state))
-            note |= {_PADDING: self._padding} if self._padding else {}
-            groups[0] = {**groups[0], OURS: {**groups[0].get(OURS, {}), **note}}
+        if groups and self._padding:
+            groups[0] = {**groups[0], OURS: {**groups[0][OURS], _PADDING: self._padding}}
         return groups
 
     def __iter__(self) -> Iterator[tuple[int, State | None]]:
@@ -79,7 +83,6 @@ class GatheredState:
         """
         masters = self._zero.masters
         described = self._describe_by_all()
-        self._with_state = set(described)
         names = (name for state in described.values() for name, value in state.items() if value is None)
         kinds = list(dict.fromkeys(names)) + ([MASTER] if self._with_masters and masters else [])
         ids = {self._optimizer.id_to_real_params[key]: key for key in described}
@@ -148,15 +151,20 @@ class GatheredState:
 
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the loss scale and the parameters' names to the first of ColossalAI's param groups."""
+    """Add loss scale, names, and which parameters have no state, to the first param group.
+
+    Gemini steps all parameters in chunks at once (0.5.0, ``_set_grad_ptr``), and rank 0 has a part of every chunk, so
+    this needs no other rank. If only some have a state, because a file had no others, it is not said which.
+    """
     wrapper = inspect_wrapper(optimizer.module)
     names = wrapper.names
     real = optimizer.id_to_real_params
     note: dict[str, Any] = {}
-    if all(optimizer.optim.state.get(fake) for fake in optimizer.id_to_fake_params.values()):
-        # Gemini steps all parameters in chunks at once (0.5.0, `_set_grad_ptr`). Rank 0 has a part of every chunk.
-        chunked = (key for key, parameter in real.items() if parameter in wrapper.working)
-        note |= stateless_note(real, chunked)
+    states = [optimizer.optim.state.get(fake) or {} for fake in optimizer.id_to_fake_params.values()]
+    if all(states) or not any(states):
+        has_states = any(states) or optimizer._saves_masters()
+        chunked = (key for key, parameter in real.items() if has_states and parameter in wrapper.working)
+        note |= stateless_note(real, chunked, newest_step(states))
     if all(parameter in names for parameter in real.values()):
         note["names"] = [names[real[key]][0] for key in sorted(real)]
     scale = loss_scale(optimizer)
@@ -188,6 +196,7 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             written, for example because a rank ran out of memory.
     """
     zero = inspect_wrapper(optimizer.module)
+    state_dict = drop_outdated(state_dict)
     is_full = any(state_dict.get("state", {}).values())
     content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, OPTIMIZER_UNCHANGED)
     groups, states, rows, without = zero.ranks.agree_here(

@@ -15,15 +15,15 @@ from tests.colossalai.models import gpt2
 PLUGINS = ("gemini", "low_level_zero", "hybrid_parallel")
 
 
-def boost(plugin: str, build: Callable[[], Any] = gpt2, seed: int = 0) -> tuple[Any, Any, Any]:
-    """A Booster, and the model and optimizer that it wrapped; the package is installed for all plugins."""
+def boost(plugin: str, build: Callable[[], Any] = gpt2, seed: int = 0, is_stock: bool = False) -> tuple[Any, Any, Any]:
+    """A Booster, and the model and optimizer that it wrapped; the package is installed for all plugins, or for none."""
     from colossalai.booster import Booster
     from colossalai.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
     from colossalai.nn.optimizer import HybridAdam
     from colossalai.utils import safetensors
 
     safetensors.AsyncFileWriter = AsyncFileWriter
-    strict.install(plugins=PLUGINS)
+    strict.uninstall() if is_stock else strict.install(plugins=PLUGINS)
     if plugin == "gemini":
         return boosted.boost(build, seed=seed)
     torch.manual_seed(seed)

@@ -46,20 +46,20 @@ print(json.dumps(ranks.run(1, use)[0]))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("autoload", ["0", "1"])
-def test_using_the_state_dict_loads_nothing_for_megatron(autoload: str) -> None:
-    environment = {
-        **os.environ,
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload,
-        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'scripts'}",
-    }
-    job = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", USE], cwd=REPOSITORY, env=environment, timeout=300, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert job.returncode == 0, job.stderr
-    loaded = {name.partition(".")[2] for name in json.loads(job.stdout.splitlines()[-1])}
-    assert loaded - SHARED - (OF_AUTOLOAD if autoload == "1" else set()) == {
-        name for name in loaded if name.partition(".")[0] in PARTS
-    }
-    assert "colossalai.state" in loaded
+def test_using_the_state_dict_loads_nothing_for_megatron() -> None:
+    path = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'scripts'}"
+    jobs = {
+        autoload: subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", USE], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload, "PYTHONPATH": path}, text=True,
+        )
+        for autoload in ("0", "1")
+    }  # fmt: skip
+    for autoload, job in jobs.items():
+        output, errors = job.communicate(timeout=300)
+        assert job.returncode == 0, errors
+        loaded = {name.partition(".")[2] for name in json.loads(output.splitlines()[-1])}
+        assert loaded - SHARED - (OF_AUTOLOAD if autoload == "1" else set()) == {
+            name for name in loaded if name.partition(".")[0] in PARTS
+        }
+        assert "colossalai.state" in loaded

@@ -139,6 +139,41 @@ def test_masters_that_were_trained_since_are_not_those_of_the_file(tmp_path: Pat
     ranks.run(2, job)
 
 
+def test_optimizers_with_states_of_other_shapes(tmp_path: Path) -> None:
+    kinds = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad)
+
+    def save() -> list[Any]:
+        from colossalai.nn.optimizer import CAME, Adafactor
+
+        strict.install(plugins="low_level_zero")
+        later = []
+        for kind in kinds:
+            booster, model, optimizer = _boost(1, make_optimizer=partial(kind, lr=1e-2))
+            train(booster, model, optimizer, BEFORE)
+            for shard in (True, False):
+                _save(tmp_path / kind.__name__, shard, booster, model, optimizer)
+            later.append((_state(optimizer), train(booster, model, optimizer, MORE)))
+        for factored in (partial(CAME, lr=1e-3), Adafactor):
+            booster, model, optimizer = _boost(1, make_optimizer=factored)
+            train(booster, model, optimizer, BEFORE)
+            text = refusal(partial(_save, tmp_path / "refused", True, booster, model, optimizer))
+            assert "exp_avg_sq_row of parameter 0" in text, text
+        return later
+
+    def load() -> list[Any]:
+        strict.install(plugins="low_level_zero")
+        later = []
+        for number, kind in enumerate(kinds):
+            booster, model, optimizer = _boost(2, seed=1, make_optimizer=partial(kind, lr=1e-2))
+            _load(tmp_path / kind.__name__, number % 2 == 0, booster, model, optimizer)
+            later.append((_state(optimizer), train(booster, model, optimizer, MORE)))
+        return later
+
+    saved = ranks.run(2, save)[0]
+    for world_size in (2, 1):
+        assert ranks.run(world_size, load)[0] == saved
+
+
 @pytest.mark.parametrize("shard", [True, False])
 def test_ranks_that_read_different_files(tmp_path: Path, shard: bool) -> None:
     def job() -> None:
