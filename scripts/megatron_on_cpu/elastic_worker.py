@@ -22,6 +22,7 @@ import torch
 
 from megatron_on_cpu import dump_optimizer, record_losses
 from megatron_on_cpu.forked_ranks import import_megatron, prepare_to_fork
+from megatron_on_cpu.writer_servers import keep_copy
 
 
 def work(order: dict[str, Any]) -> None:
@@ -39,6 +40,7 @@ def work(order: dict[str, Any]) -> None:
         MEGATRON_ON_CPU_LOSSES=str(folder / f"losses-{start}.json"),
         MEGATRON_ON_CPU_DUMP=str(folder / f"dump-{start}"),
     )
+    keep_copy(order["arguments"])
     record_losses.install()
     dump_optimizer.install()
     stop_at_gates(order["gates"], folder)

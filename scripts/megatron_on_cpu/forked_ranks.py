@@ -175,7 +175,7 @@ def _run_rank(rank: int, order: dict[str, Any], port: int) -> None:
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
-    keep_copy()
+    keep_copy(order["arguments"])
     share_device()
     for plugin in order["plugins"]:
         runpy.run_path(plugin)

@@ -18,8 +18,15 @@ from multiprocessing import forkserver, util
 from megatron_on_cpu.fork_server import MOST_BYTES
 
 
-def keep_copy() -> None:
-    """Fork a copy of this process that becomes the fork server of multiprocessing once one is started."""
+def keep_copy(arguments: Sequence[str]) -> None:
+    """Fork a copy of this process that becomes its fork server once one is started.
+
+    Args:
+        arguments: those of the job; without asynchronous saves nothing happens.
+    """
+    if "--async-save" not in arguments:
+        return
+    owner = os.getpid()
     orders, copy_orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     copy = os.fork()
     if copy == 0:
@@ -29,10 +36,11 @@ def keep_copy() -> None:
     copy_orders.close()
     start_interpreter = util.spawnv_passfds  # type: ignore[attr-defined]
 
-    def start(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-        if orders.fileno() < 0 or not arguments[-1].startswith(f"from {forkserver.__name__} import main"):
-            return int(start_interpreter(path, arguments, descriptors))
-        order = json.dumps({"command": arguments[-1], "environment": dict(os.environ)}).encode()
+    def start(path: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
+        is_unused = orders.fileno() >= 0 and os.getpid() == owner
+        if not is_unused or not command[-1].startswith(f"from {forkserver.__name__} import main"):
+            return int(start_interpreter(path, command, descriptors))
+        order = json.dumps({"command": command[-1], "environment": dict(os.environ)}).encode()
         with orders:
             socket.send_fds(orders, [order], descriptors)
         return copy
