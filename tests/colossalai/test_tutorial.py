@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "colossalai.md"
 TIME_LIMIT = 240
@@ -31,6 +33,7 @@ def loss_of(folder: Path, ranks: int, word: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.nightly
 def test_the_script_trains_and_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     script = PAGE.read_text().partition('```python title="train.py: needs ColossalAI"\n')[2].partition("```")[0]
     (tmp_path / "train.py").write_text(script)

@@ -14,7 +14,7 @@ import mcore_ckpt_ext
 from tests.docs.commands import fences_of
 from tests.harness.checkpoints import fixture_named
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.nightly]
 
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "how-to" / "check-every-save.md"

@@ -99,6 +99,7 @@ def test_the_archive_is_the_repository(archive: Path) -> None:
     assert {name for name in listed - made - present if not (REPOSITORY / name).exists()} == set()
 
 
+@pytest.mark.nightly
 def test_its_own_tests_run_from_it(archive: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS_OF_THE_ARCHIVE],

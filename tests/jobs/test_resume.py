@@ -110,7 +110,9 @@ def test_a_smaller_padded_vocabulary_loses_only_padding(llama: Job, folder: Path
     assert differing(with_vocabulary(saved, rows=128), assemble(resumed.at_load)) == []
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 8), Layout(1, 2, 4, virtual=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 2, 8), pytest.param(Layout(1, 2, 4, virtual=True), marks=pytest.mark.nightly)], ids=str
+)
 def test_in_fp32_the_next_four_losses_are_those_of_the_uninterrupted_run(
     fp32_gpt: Job, layout: Layout, folder: Path
 ) -> None:

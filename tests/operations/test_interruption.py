@@ -23,7 +23,9 @@ KILLS = 5
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("fixture", "to"), KINDS)
+@pytest.mark.parametrize(
+    ("fixture", "to"), [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.nightly) for kind in KINDS[1:])]
+)
 def test_killed_at_random_moments(fixture: str, to: str, tmp_path: Path) -> None:
     """A few of the fifty of `tests/slow`."""
     assert_survives_kills(KILLS, fixture, to, tmp_path)

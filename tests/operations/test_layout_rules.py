@@ -43,7 +43,9 @@ def accepts(run: Path, tensor: int, pipeline: int, virtual: int, expert: int) ->
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["p02", "p09", "p10", "p41"])
+@pytest.mark.parametrize(
+    "name", ["p09", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("p02", "p10", "p41"))]
+)
 def test_files_are_planned_for_no_layout_that_plan_refuses(name: str, tmp_path: Path) -> None:
     """The product of layouts; a division of the layers that needs flags is the only one that `plan` alone offers."""
     run, differing = fixture_named(name).run, []
