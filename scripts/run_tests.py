@@ -27,7 +27,7 @@ from matrix_cell import Cell, add_options, cell_of
 CHECKS = (
     ("ruff", ["-m", "ruff", "check", "."]),
     ("ruff format", ["-m", "ruff", "format", "--check", "."]),
-    ("mypy", ["-m", "mypy"]),
+    ("mypy", ["-m", "mypy", "--num-workers", "2"]),
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
     # -P: without the current folder on the path, like the program `mkdocs`.
     ("documentation", ["-P", "-m", "mkdocs", "build", "--strict", "--quiet"]),
