@@ -83,7 +83,7 @@ def names_without_state(
             expected="all states that were saved",
             where=join_some(lost),
             hint="use another copy of the checkpoint; a file of this one is missing, and its index does not name it. "
-            "If ColossalAI alone saved it after more parameters were frozen, load it without this package, then save with it",
+            "If ColossalAI alone saved it after parameters were frozen, load without this package, then save with it",
         )
     return []
 
