@@ -5,8 +5,8 @@ Parameters may have no state: they were frozen, never received a gradient (0.5.0
 
 Stock ColossalAI loads this note, and all masters and padding rows, trains on, and saves them again as they were (0.5.0,
 zero/gemini/gemini_optimizer.py: ``load_param_groups``, ``load_single_param_states``; checkpoint_io/
-hybrid_parallel_checkpoint_io.py: ``load_sharded_optimizer``). So the note has the newest step, too, which differs
-from that of the states if they are outdated. SGD counts no steps.
+hybrid_parallel_checkpoint_io.py: ``load_sharded_optimizer``). So the note has the newest step, too, which is lower
+than that of the states if it is outdated. SGD counts no steps.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def drop_outdated(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
     The parameters' names remain: stock finds parameters by their numbers.
     """
-    groups = state_dict["param_groups"]
-    states = state_dict["state"]
+    groups = state_dict.get("param_groups")
+    states = state_dict.get("state", {})
     note = groups[0].get(OURS, {}) if groups else {}
-    if _STEP not in note or not any(states.values()) or newest_step(states.values()) == note[_STEP]:
+    # Lost states may have been the newest: older ones than the note's are no reason to drop it.
+    if _STEP not in note or newest_step(filter(None, states.values())) <= note[_STEP]:
         return state_dict
     names = {key: value for key, value in note.items() if key == "names"}
     current = {

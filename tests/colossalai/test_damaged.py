@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
+from mcore_ckpt_ext.colossalai.lost_states import OURS, drop_outdated, names_without_state, stateless_note
+from mcore_ckpt_ext.errors import ModelMismatchError
 from tests.colossalai.asynchronous_writer import AsyncFileWriter
 from tests.colossalai.boosted import train
 from tests.colossalai.jobs import bits, gathered_masters, refusal
@@ -221,6 +223,15 @@ def test_what_stock_saved_again_after_more_steps_is_not_taken_for_current(
         return sum("no optimizer state of" in record.getMessage() for record in caplog.records)
 
     assert ranks.run(2, job) == [1, 0]
+
+
+def test_lost_states_that_were_the_newest_are_refused() -> None:
+    """They leave an older step than the note's, which stock's training never does."""
+    groups = [{"params": [0, 1], OURS: stateless_note([0, 1], [0, 1], 3.0)}]
+    left = {"param_groups": groups, "state": {0: {"step": torch.tensor(2.0)}}}
+    assert drop_outdated(left) is left
+    with pytest.raises(ModelMismatchError, match="has lost states"):
+        names_without_state(groups, left["state"], {0: "first", 1: "second"})
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
