@@ -65,18 +65,18 @@ def take(optimizer: Any) -> None:
     for stepped, value in exact.items():
         stepped.data.copy_(value.view(stepped.shape))
     if exact:
-        note_exact_masters(optimizer, optimizer, partial(_drop_outdated, optimizer, list(exact)))
+        note_exact_masters(optimizer, optimizer, partial(_replace_outdated, optimizer, list(exact)))
 
 
 def update_master_params(optimizer: Any, model: Any) -> None:
     """Update the masters like ColossalAI, but keep loaded masters that round to the weights."""
     if has_exact_masters(optimizer):
-        _drop_outdated(optimizer, _masters(optimizer))
+        _replace_outdated(optimizer, _masters(optimizer))
     else:
         optimizer._non_strict_update_master_params(model)
 
 
-def _drop_outdated(optimizer: Any, masters: Iterable[torch.Tensor]) -> None:
+def _replace_outdated(optimizer: Any, masters: Iterable[torch.Tensor]) -> None:
     """Replace masters that do not round to their weights by these."""
     for master in masters:
         parameter = working_parameter(optimizer, master)

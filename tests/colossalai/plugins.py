@@ -23,7 +23,10 @@ def boost(plugin: str, build: Callable[[], Any] = gpt2, seed: int = 0, is_stock:
     from colossalai.utils import safetensors
 
     safetensors.AsyncFileWriter = AsyncFileWriter
-    strict.uninstall() if is_stock else strict.install(plugins=PLUGINS)
+    if is_stock:
+        strict.uninstall()
+    else:
+        strict.install(plugins=PLUGINS)
     if plugin == "gemini":
         return boosted.boost(build, seed=seed)
     torch.manual_seed(seed)
