@@ -45,9 +45,9 @@ def drop_outdated(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
     The parameters' names remain: stock finds parameters by their numbers.
     """
-    groups = state_dict.get("param_groups")
+    groups: list[dict[str, Any]] = state_dict.get("param_groups") or [{}]
     states = state_dict.get("state", {})
-    note = groups[0].get(OURS, {}) if groups else {}
+    note = groups[0].get(OURS, {})
     # Lost states may have been the newest: older ones than the note's are no reason to drop it.
     if _STEP not in note or newest_step(filter(None, states.values())) <= note[_STEP]:
         return state_dict
