@@ -1,6 +1,6 @@
 """The test command: creates an environment, then runs the linters and the tests in it.
 
-Jobs of one feature each, what takes long, and three of four rows of tests of all checkpoints or families, are marked
+Jobs of one feature each, what takes long, and five of six rows of tests of all checkpoints or families, are marked
 `nightly`, and run by name or with `--nightly`.
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without

@@ -45,7 +45,9 @@ def _resumed(saved: Any, placement: dict[str, Any], dtype: torch.dtype) -> list[
     return train(model, optimizer, MORE, same_data=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)], ids=["bf16", "fp16"]
+)
 def test_every_placement_resumes_itself_and_the_next(dtype: torch.dtype) -> None:
     def job() -> None:
         placements = list(PLACEMENTS)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.harness.checkpoints import FIXTURES
 
-# A test of more checkpoints or families than the first number keeps every eighth with `--quick`, and every fourth in
-# the test command: neighbors are alike.
+# A test of more checkpoints or families than the first number keeps every eighth with `--quick`, and every sixth in the
+# test command: neighbors are alike.
 _FEW = 8
-_KEPT = {"thorough": 8, "nightly": 4}
+_KEPT = {"thorough": 8, "nightly": 6}
 _CHECKPOINTS = {form for name in FIXTURES for form in (name, name.partition("_")[0])}
 
 

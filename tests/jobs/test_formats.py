@@ -6,6 +6,8 @@ filled with noise. The dump of the live optimizer equals the state of the job th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,26 +60,32 @@ def fits(name: str, layout: Layout) -> bool:
 CASES = [(layout, name) for layout in LAYOUTS for name in FORMATS if fits(name, layout)]
 
 
+ROWS = [
+    pytest.param(*case, marks=pytest.mark.nightly) if case[0] == LAYOUTS[2] else pytest.param(*case) for case in CASES
+]
+Loaded = Callable[[Layout], tuple[Path, Outcomes]]
+
+
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, tuple[Path, Outcomes]]:
-    """For each layout the folder of the dumps, and what the ranks report."""
-    found = {}
-    for layout in LAYOUTS:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Gives the folder of the dumps of a layout, and what the ranks report."""
+
+    @functools.cache
+    def of_layout(layout: Layout) -> tuple[Path, Outcomes]:
         folder = tmp_path_factory.mktemp(f"formats_{layout.tensor}_{layout.pipeline}")
         cases = [
             Case(name, fixture_named(name).run, arguments, model=model, dump=folder / name)
             for name, (model, arguments) in FORMATS.items()
             if (layout, name) in CASES
         ]
-        found[layout] = folder, load_all(folder / "job", layout, cases, are_rehearsed=True)
-    return found
+        return folder, load_all(folder / "job", layout, cases, are_rehearsed=True)
+
+    return of_layout
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES, ids=lambda value: str(value).replace(" ", ""))
-def test_the_live_optimizer_equals_that_of_the_job_that_wrote(
-    layout: Layout, name: str, loaded: dict[Layout, tuple[Path, Outcomes]]
-) -> None:
-    folder, outcomes = loaded[layout]
+@pytest.mark.parametrize(("layout", "name"), ROWS, ids=lambda value: str(value).replace(" ", ""))
+def test_the_live_optimizer_equals_that_of_the_job_that_wrote(layout: Layout, name: str, loaded: Loaded) -> None:
+    folder, outcomes = loaded(layout)
     assert [rank["error"] for rank in outcomes[name]] == [None] * layout.ranks
     assert [rank["iteration"] for rank in outcomes[name]] == [4] * layout.ranks
     assert differing(fixture_named(name).truth, assemble(folder / name)) == []
@@ -85,12 +93,10 @@ def test_the_live_optimizer_equals_that_of_the_job_that_wrote(
     assert [rank["resumes"] for rank in outcomes[name]] == [0 if name == "p04" else 1] * layout.ranks
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES, ids=lambda value: str(value).replace(" ", ""))
-def test_settings_are_those_of_the_parameter(
-    layout: Layout, name: str, loaded: dict[Layout, tuple[Path, Outcomes]]
-) -> None:
+@pytest.mark.parametrize(("layout", "name"), ROWS, ids=lambda value: str(value).replace(" ", ""))
+def test_settings_are_those_of_the_parameter(layout: Layout, name: str, loaded: Loaded) -> None:
     """Up to 0.13 Megatron takes groups by position: weight decay then changes hands on later pipeline stages."""
-    folder, _ = loaded[layout]
+    folder, _ = loaded(layout)
     truth = fixture_named(name).truth
     for parameter, settings in parameter_settings(folder / name).items():
         decays = truth[f"weight.{parameter}"].dim() > 1

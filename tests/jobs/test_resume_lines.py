@@ -35,6 +35,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_in_turn(folder, [saved, *loads])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOADS)
 def test_the_line_names_the_iteration_that_was_loaded(name: str, turns: Results) -> None:
     job = turns.job(name)

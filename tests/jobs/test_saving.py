@@ -129,6 +129,7 @@ def test_a_read_only_folder_ends_the_job_with_a_message(base: Path) -> None:
         assert re.search(form, result.output, re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_an_iteration_that_is_saved_twice_is_whole(base: Path) -> None:
     """Megatron saves it once more where its batch size grows; the writers of the first save have not ended then."""
     run = base / "twice" / "checkpoints"

@@ -9,6 +9,8 @@ from tests.harness.jobs import LEGACY, SAVED
 from tests.harness.layouts import Layout
 from tests.harness.turns import Results, Turn, run_in_turn
 
+pytestmark = pytest.mark.nightly
+
 PIPELINE, TENSOR = Layout(1, 2, 2), Layout(2, 1, 2)
 LARGER = ("--global-batch-size", "12")
 FLAGS = ("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler")

@@ -60,6 +60,7 @@ def rank_process(rank: int, store: Path, answers: Any) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_rank_0_alone_reads_the_index(tmp_path: Path) -> None:
     """Also if only another rank requests random states; an error of rank 0 is one of every rank."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 from megatron.training import get_args, training
 from safetensors.torch import save_file
 
@@ -79,14 +79,27 @@ def state_of_megatron(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     masters = {f"fp32_param.{in_whole(bare(name))}": value for name, value in weights.items()}
     states = optimizer.sharded_state_dict({}, metadata=metadata)["state"]
     moments = {f"{kind}.{bare(name)}": value for name, state in states.items() for kind, value in state.items()}
+    # Megatron's `uneven_dtensor_to_full_tensor` takes several collectives for each tensor; this is one for all.
     own = {
-        name.replace("local_experts", "experts"): uneven_dtensor_to_full_tensor(value).contiguous()
+        name.replace("local_experts", "experts"): (value.shape, *own_part(value))
         for name, value in {**masters, **moments}.items()
         if isinstance(value, torch.distributed.tensor.DTensor)
     }
-    every: list[dict[str, torch.Tensor]] = [{}] * torch.distributed.get_world_size()
+    every: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, own)
-    return {name: value for found in every for name, value in found.items()}
+    whole: dict[str, torch.Tensor] = {}
+    for name, (shape, slices, part) in (item for found in every for item in found.items()):
+        whole.setdefault(name, torch.full(shape, torch.nan))[slices] = part
+    return whole
+
+
+def own_part(value: Any) -> tuple[tuple[slice, ...], torch.Tensor]:
+    """Return where this rank's part of a DTensor begins and ends in each dimension, and the part."""
+    if not hasattr(value._local_tensor, "__create_chunk_list__"):
+        update_uneven_dtensor_chunk_metadata(value)
+    (chunk,) = value.__create_chunk_list__()
+    bounds = zip(chunk.offsets, chunk.sizes, strict=True)
+    return tuple(slice(start, start + size) for start, size in bounds), value.to_local()
 
 
 def in_whole(name: str) -> str:
