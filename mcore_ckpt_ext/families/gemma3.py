@@ -38,9 +38,10 @@ def _rope() -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         of_layers = config.get("rope_parameters") or {}
-        if not isinstance(of_layers, Mapping):
+        # The class does not read other keys there (`convert_rope_params_to_dict`, transformers 5.23).
+        if not isinstance(of_layers, Mapping) or not {*of_layers} <= {_LOCAL, _GLOBAL}:
             raise unrepresentable("rope_parameters", of_layers, f"keys {_LOCAL} and {_GLOBAL}")
-        if {*of_layers} & {_LOCAL, _GLOBAL}:
+        if of_layers:
             outer = {key: config[key] for key in ("rope_theta", "rope_scaling") if config.get(key)}
             of_windows = {"rope_theta": config["rope_local_base_freq"]} if config.get("rope_local_base_freq") else {}
             local = rope_parameters({**of_windows, "rope_parameters": of_layers.get(_LOCAL)})

@@ -17,6 +17,7 @@ _OURS = "decoder.layers.{layer}"
 _THEIRS = "gpt_neox.layers.{layer}"
 _PARALLEL = "use_parallel_residual"
 _OLDER = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+_ABSENT = {"rotary_emb_base": 10000, "rotary_pct": 0.25}
 
 
 def _rules(leaf: str) -> tuple[Rule, ...]:
@@ -49,7 +50,7 @@ def _blocks() -> Setting:
 def _positions() -> Setting:
     """Return the setting of RoPE on a part of each head, with the class's names.
 
-    Source: `convert_rope_params_to_dict`.
+    It reads no other names outside `rope_parameters` (`convert_rope_params_to_dict`, 5.23; the constructor of 4.57).
     """
     usual = Rope(partial=0.25)
 
@@ -59,8 +60,8 @@ def _positions() -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         for older, newer in _OLDER.items():
-            if older in config and config.get(newer, config[older]) != config[older]:
-                raise contradictory(older, config[older], f"{config[newer]} as {newer}")
+            if config.get(newer, meant := config.get(older, _ABSENT[older])) != meant:
+                raise contradictory(older, meant, f"{config[newer]} as {newer}")
         older_keys = {newer: config[older] for older, newer in _OLDER.items() if older in config}
         return usual.arguments({**config, **older_keys})
 

@@ -19,16 +19,17 @@ from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatc
 from mcore_ckpt_ext.families.settings import Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+_ORIGINAL = "original_max_position_embeddings"
+KEYS = ("rope_parameters", "rope_theta", "rope_scaling", _ORIGINAL)
 _NESTED = ("rope_scaling", "rope_parameters")
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
 _PART = "partial_rotary_factor"
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys that only have an effect on texts with images."""
 # YaRN without latent attention: Megatron's arguments by Hugging Face's keys.
 _YARN = {
     "factor": "rotary_scaling_factor",
-    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    _ORIGINAL: "yarn_original_max_position_embeddings",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
     "truncate": "yarn_correction_range_round_to_int",
@@ -108,12 +109,16 @@ def _why_not(scaling: Mapping[str, Any]) -> str:
 
 
 def _parameters(key: str, given: Any, config: Config, theta: float, ignored: Collection[str]) -> dict[str, Any]:
-    """Return the parameters in one of the two keys, completed by other keys of `config.json`."""
+    """Return the parameters in one of the two keys, completed by other keys of `config.json`.
+
+    It may also have the original length: transformers 5 prefers that (`standardize_rope_params`), and 4 ignores it.
+    """
     if not isinstance(given, Mapping):
         raise unrepresentable(key, shorten(repr(given)), "keys with values, or null")
     parameters = {name: value for name, value in given.items() if value is not None and name not in ignored}
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    for name in ("rope_theta", _PART):
+    scaled = parameters["rope_type"] in ("llama3", "yarn")
+    for name in ("rope_theta", _PART, *([_ORIGINAL] if scaled else [])):
         if (other := config.get(name)) is not None and parameters.setdefault(name, other) != other:
             raise contradictory(name, other, f"{parameters[name]} among {key}")
     if parameters.setdefault("rope_theta", config.get("rope_theta", theta)) is None:
@@ -181,7 +186,7 @@ class Rope(Setting):
         }
 
     def _parameters(self, config: Config) -> dict[str, Any]:
-        if self.scaling is not None and not any(map(config.get, _NESTED)):
+        if self.scaling is not None and not config.get("rope_scaling") and config.get("rope_parameters") is None:
             config = {**config, "rope_scaling": self.scaling}
         parameters = rope_parameters(config, self.theta, self.ignored, dynamic=True)
         if self.partial is not None and _PART not in parameters and _PART in config:
@@ -285,7 +290,7 @@ def _yarn_to_arguments(parameters: Mapping[str, Any], config: Config) -> dict[st
 def yarn_lengths(found: Mapping[str, Any], config: Config) -> tuple[float, int]:
     """Return YaRN's factor and original number of positions; each may follow from the other."""
     positions = config["max_position_embeddings"]
-    original = int(found.get("original_max_position_embeddings", positions))
+    original = int(found.get(_ORIGINAL, positions))
     return float(found.get("factor", positions / original)), original
 
 

@@ -24,6 +24,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from tests.harness.huggingface import CONFIGS, save_whole, tensors
 
 _TIED = "tie_word_embeddings"
+_LENGTH = "original_max_position_embeddings"
 
 
 def _config(name: str, **changes: Any) -> dict[str, Any]:
@@ -64,6 +65,27 @@ def test_ministral_3_without_a_base_or_without_any_key_of_rope() -> None:
     assert _arguments(without_rope).rotary_base == 1000000
 
 
+def test_the_original_length_may_be_beside_the_keys_of_yarn() -> None:
+    """The model's class puts it there (`_compute_yarn_parameters` of transformers)."""
+    config = _config("qwen2_yarn")
+    rope = {key: value for key, value in config["rope_parameters"].items() if key != _LENGTH}
+    for length in (32, 64):
+        by_class = AutoConfig.for_model(**{**config, _LENGTH: length, "rope_parameters": {**rope}})
+        by_class.standardize_rope_params()
+        assert by_class.rope_parameters[_LENGTH] == length
+        assert (
+            _arguments({**config, _LENGTH: length, "rope_parameters": rope}).yarn_original_max_position_embeddings
+            == length
+        )
+
+
+def test_empty_keys_of_rope_are_unscaled() -> None:
+    """Without such keys the class has YaRN."""
+    assert AutoConfig.for_model(**_config("gpt_oss", rope_parameters={})).rope_parameters["rope_type"] == "default"
+    assert _arguments(_config("gpt_oss", rope_parameters={})).position_embedding_type == "rope"
+    assert _arguments(_config("gpt_oss", rope_parameters=None)).position_embedding_type == "yarn"
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "minimax_m2"])
 def test_a_rotated_part_without_a_value_is_refused(name: str) -> None:
     """A class rotates whole heads where the key is null, and a part of them where it is missing."""
@@ -84,6 +106,11 @@ def test_a_rotated_part_without_a_value_is_refused(name: str) -> None:
         ("qwen3", {"layer_types": ["full_attention"] * 3}, "3 kinds for 2 layers"),
         ("dots1", {"layer_types": ["full_attention"] * 3}, "3 kinds for 2 layers"),
         ("deepseek_v32", {"layer_types": ["indexed_attention"]}, "1 kind for 2 layers"),
+        ("qwen2_yarn", {_LENGTH: 64}, "64, and 32 among rope_parameters"),
+        ("llama3_tied", {_LENGTH: 64}, "64, and 8192 among rope_parameters"),
+        ("deepseek_v3", {_LENGTH: 64}, "64, and 4096 among rope_parameters"),
+        ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "keys sliding_attention and full"),
+        ("gpt_neox", {"partial_rotary_factor": 0.5, "rope_parameters": None}, "rotary_pct; found: 0.25, and 0.5"),
     ],
 )
 def test_values_that_transformers_would_compute_otherwise_are_refused(
