@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import RAMPS_UP_BATCH
 from mcore_ckpt_ext.versions import Version
 
 _SUFFIXES = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
+SCHEDULES = ("rampup_batch_size", "step_batch_size_schedule")
+"""The arguments with a schedule of the batch, of which a release runs one."""
 # Ramps of real jobs have some dozens of steps.
 _MOST_STEPS = 1 << 20
 
@@ -33,7 +37,7 @@ def sizes_to_come(job: JobArguments, consumed: int) -> list[BatchSize]:
     """Return the global batch sizes of a job's schedule from a position on; empty without a schedule.
 
     Sources, megatron/core/num_microbatches_calculator.py: `StepBatchsizeNumMicroBatchesCalculator` (core_v0.18.0 to the
-    development head of August 2026) and `RampupBatchsizeNumMicroBatchesCalculator` (core_v0.7.0 to 0.18.2).
+    development head of August 2026) and `RampupBatchsizeNumMicroBatchesCalculator` (core_v0.7.0 to 0.17.1).
 
     Args:
         job: the arguments of the job.
@@ -41,7 +45,7 @@ def sizes_to_come(job: JobArguments, consumed: int) -> list[BatchSize]:
     """
     steps = _steps(job)
     first = max(bisect_right(steps, consumed, key=lambda step: step.sample), 1)
-    return [BatchSize(max(step.sample, consumed), step.size) for step in steps[first - 1 : first]] + steps[first:]
+    return [BatchSize(max(step.sample, consumed), step.size) for step in steps[first - 1 : first]] + [*steps[first:]]
 
 
 def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
@@ -67,7 +71,7 @@ def global_batch_of(job: JobArguments) -> int | None:
     With `--step-batch-size-schedule`, Megatron sets `global_batch_size` to micro batch x DP, and does not use it
     (`validate_args`, megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
     """
-    steps = list(_steps_of_schedule(job))
+    steps = _steps(job)
     return steps[-1].size if steps else job.global_batch_size
 
 
@@ -109,25 +113,56 @@ def counts_by_layout(job: JobArguments) -> bool:
 
 
 def run_by(job: JobArguments, version: Version) -> JobArguments:
-    """Return the arguments of a job without a ramp of its batch if its release ignores ramps."""
-    is_ignored = job.rampup_batch_size and not RAMPS_UP_BATCH.is_of(version)
-    return job.replace(rampup_batch_size=None) if is_ignored else job
+    """Return the arguments of a job as a release runs them, with the schedule of the batch that it has.
+
+    core_v0.7.0 to 0.17.1 have no `--step-batch-size-schedule`; 0.18.0 and later ignore `--rampup-batch-size`
+    (`_build_num_microbatches_calculator`, in the same module). A job without its schedule has the last batch at once.
+    """
+    ignored = ignored_schedule(job, version)
+    changes: dict[str, Any] = {ignored: None, "global_batch_size": global_batch_of(job)} if ignored else {}
+    return job.replace(version=version, **changes)
 
 
-def _steps(job: JobArguments) -> list[BatchSize]:
-    return list(_steps_of_schedule(job)) or list(_steps_of_ramp(job))
+def with_stated_batch(stored: JobArguments, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a user states; a global batch alone replaces a stored schedule of it.
+
+    Megatron refuses both (`validate_args`, megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
+    """
+    schedule = SCHEDULES[1]
+    is_replaced = stored.step_batch_size_schedule and stated.get("global_batch_size") and schedule not in stated
+    return {**stated, **({schedule: None} if is_replaced else {})}
 
 
-def _steps_of_schedule(job: JobArguments) -> Iterator[BatchSize]:
-    """Yield the steps of `--step-batch-size-schedule`, whose thresholds count tokens."""
-    length = job.seq_length or 1
+def ignored_schedule(job: JobArguments, version: Version) -> str | None:
+    """Return the argument with a job's schedule of the batch, if a release does not run it."""
+    ignored = SCHEDULES[RAMPS_UP_BATCH.is_of(version)]
+    return ignored if job.value(ignored) else None
+
+
+def _steps(job: JobArguments) -> tuple[BatchSize, ...]:
+    """Return the steps of the schedule that the release of a job runs."""
+    ramps = RAMPS_UP_BATCH.is_of(job.version) if job.version else RAMPS_UP_BATCH.is_shown_by(job)
+    if not ramps:
+        return _steps_of_schedule(job.step_batch_size_schedule or "", job.seq_length or 1)
+    ramp = job.rampup_batch_size
+    if not isinstance(ramp, Sequence) or len(ramp) != 3 or job.global_batch_size is None:
+        return ()
+    try:
+        return _steps_of_ramp(*map(int, ramp), job.global_batch_size)
+    except (TypeError, ValueError):
+        return ()
+
+
+@lru_cache(maxsize=8)
+def _steps_of_schedule(schedule: str, length: int) -> tuple[BatchSize, ...]:
+    """Return the steps of `--step-batch-size-schedule`, whose thresholds count tokens."""
     steps = []
-    for entry in (job.step_batch_size_schedule or "").replace(",", " ").split():
+    for entry in schedule.replace(",", " ").split():
         threshold, _, size = (_number(part) for part in entry.partition(":"))
         if threshold is None or size is None:
-            return  # Megatron refuses it when it starts
+            return ()  # Megatron refuses it when it starts
         steps.append(BatchSize(threshold // length, size))
-    yield from sorted(steps, key=lambda step: step.sample)
+    return tuple(sorted(steps, key=lambda step: step.sample))
 
 
 def _number(text: str) -> int | None:
@@ -140,23 +175,15 @@ def _number(text: str) -> int | None:
         return None
 
 
-def _steps_of_ramp(job: JobArguments) -> Iterator[BatchSize]:
-    """Yield the steps of `--rampup-batch-size START INCREMENT SAMPLES`, if it is not ignored."""
-    ramp = job.rampup_batch_size
-    largest = job.global_batch_size
-    if not isinstance(ramp, Sequence) or len(ramp) != 3 or largest is None or not RAMPS_UP_BATCH.is_shown_by(job):
-        return
-    try:
-        start, increment, samples = map(int, ramp)
-    except (TypeError, ValueError):
-        return
+@lru_cache(maxsize=8)
+def _steps_of_ramp(start: int, increment: int, samples: int, largest: int) -> tuple[BatchSize, ...]:
+    """Return the steps of `--rampup-batch-size START INCREMENT SAMPLES`."""
     if not 0 < start <= largest or increment <= 0 or (largest - start) // increment > _MOST_STEPS:
-        return
+        return ()
     increments = (largest - start) // increment
     each = samples / increments if increments else 0.0
-    for number in range(increments + 1):
-        size = largest if number == increments else start + number * increment
-        yield BatchSize(_first_of_step(number, each, samples), size)
+    sizes = [start + number * increment for number in range(increments)] + [largest]
+    return tuple(BatchSize(_first_of_step(number, each, samples), size) for number, size in enumerate(sizes))
 
 
 def _first_of_step(number: int, each: float, samples: int) -> int:

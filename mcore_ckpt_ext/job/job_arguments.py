@@ -38,7 +38,7 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
     Attributes:
         raw: all arguments of the source, by name and unchanged.
         source: origin of the arguments, for messages.
-        version: release of Megatron Core that wrote the source; None if it is not recorded.
+        version: release of Megatron Core of the job; None if it is not recorded.
         is_complete: the source has every argument of its job, as Megatron's own `args` have. Then a missing argument
             did not exist in its version. Other descriptions may omit arguments.
 
@@ -135,15 +135,19 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         null = self.tokenizer_type == "NullTokenizer"
         return self.vocab_size + (null and not self.is_set("null_tokenizer_pad_id"))
 
-    @property
-    def constant_batch_size(self) -> int | None:
-        """Samples per iteration; None if unknown, or if the number grew (`rampup_batch_size`)."""
-        return None if self.rampup_batch_size else self.global_batch_size
+    def replace(self, *, source: str | None = None, version: Version | None = None, **changes: Any) -> JobArguments:
+        """Return a copy with some arguments replaced, and perhaps another release.
 
-    def replace(self, *, source: str | None = None, **changes: Any) -> JobArguments:
-        """Return a copy with some arguments replaced; `source` is the new origin, for messages."""
+        Args:
+            source: the new origin, for messages.
+            version: the release of the job that runs with them.
+            **changes: arguments by name.
+        """
         return JobArguments.of(
-            {**self.raw, **changes}, source=source or self.source, version=self.version, is_complete=self.is_complete
+            {**self.raw, **changes},
+            source=source or self.source,
+            version=version or self.version,
+            is_complete=self.is_complete,
         )
 
     def _refusal(self, name: str, invalid_value: str, expected: str) -> UnreadableCheckpointError:

@@ -159,7 +159,7 @@ class _ElasticSearch:
             if name != "layers per stage":
                 return reason
         global_batch = batch_of(self.job)[1]
-        if global_batch not in (choice.global_batch, None) and not self.may_change_batch:
+        if not choice.keeps_global_batch and not self.may_change_batch:
             return f"the global batch {global_batch} cannot be kept"
         if not keeps_rows(choice):
             rows = quantity(self.table.padded_rows.stored, "row")

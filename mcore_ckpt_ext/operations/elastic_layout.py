@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of, run_by
+from mcore_ckpt_ext.continuity.batch_sizes import SCHEDULES, global_batch_of, run_by, with_stated_batch
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, quantity, reraise_as_unreadable
 from mcore_ckpt_ext.families.passed_arguments import check_passed
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -30,7 +30,14 @@ from mcore_ckpt_ext.layout_choice.stage_activations import recomputation_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import with_derived_arguments
-from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, keeps_grid, notes_of, removed_flags_of
+from mcore_ckpt_ext.operations.layout_flags import (
+    arguments_of,
+    flags_of,
+    keeps_grid,
+    keeps_schedule,
+    notes_of,
+    removed_flags_of,
+)
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_arguments
 from mcore_ckpt_ext.operations.short_repr import ShortRepr
@@ -81,10 +88,11 @@ class ChosenLayout(ShortRepr):
     def reason(self) -> str:
         """The choice in one line."""
         micro, whole = self.old_batch_sizes
+        replaced = "its schedule" if any(map(self.arguments.__contains__, SCHEDULES)) else whole
         batch = (
             f"global batch {whole} kept"
-            if self.global_batch_size == whole
-            else f"global batch {self.global_batch_size} in place of {whole}"
+            if self.global_batch_size == replaced
+            else f"global batch {self.global_batch_size} in place of {replaced}"
         )
         if self.micro_batch_size != micro:
             batch += f", micro batch {self.micro_batch_size} in place of {micro}"
@@ -166,14 +174,14 @@ def choose_for(
     The arguments may have names that Megatron does not have, as of a script's own flags.
     """
     if checkpoint is None:
-        job = JobArguments.of(with_virtual_stages(arguments))
-        table = table_of_arguments(job)
+        stated = JobArguments.of(with_virtual_stages(arguments))
+        table = table_of_arguments(stated)
     else:
-        job = with_derived_arguments(
+        stated = with_derived_arguments(
             checkpoint, checkpoint.job.arguments().replace(**_stated_arguments(checkpoint, arguments))
         )
-        table = table_of(checkpoint, job)
-    job = run_by(job, version)
+        table = table_of(checkpoint, stated)
+    job = run_by(stated, version)
     if global_batch_of(job) is None:
         raise UsageError(
             "a job without a global batch size cannot keep it",
@@ -186,7 +194,7 @@ def choose_for(
     result = choose(job, table, old, request, buffers, may_change_batch=may_change_batch)
     if result.chosen is None:
         raise _refusal(result, old, gpus, gpu_memory)
-    return _describe(result.chosen, job, old, gpus)
+    return _describe(result.chosen, stated, old, gpus)
 
 
 def _stated_arguments(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict[str, Any]:
@@ -196,9 +204,10 @@ def _stated_arguments(checkpoint: CheckpointView, arguments: Mapping[str, object
     """
     if not arguments:
         return {}
-    stated = with_virtual_stages({**checkpoint.job.arguments().raw, **arguments})
+    stored = checkpoint.job.arguments()
+    stated = with_virtual_stages({**stored.raw, **with_stated_batch(stored, arguments)})
     saved = checkpoint.job.layout
-    stated_layout = ParallelLayout.from_arguments(checkpoint.job.arguments().replace(**stated))
+    stated_layout = ParallelLayout.from_arguments(stored.replace(**stated))
     if saved.model_sizes() != stated_layout.model_sizes():
         stated |= {"data_parallel_size": None, "world_size": None}
     return stated
@@ -233,13 +242,13 @@ def _describe(candidate: FoundLayout, job: JobArguments, old: ParallelLayout, gp
     choice = candidate.choice
     layout = choice.layout
     keeps = layout.model_sizes() == old.model_sizes()
-    micro, whole = batch_of(job)
+    micro, whole = batch_of(choice.job)
     return ChosenLayout(
         gpus=layout.world,
         waiting=gpus - layout.world,
         layout=str(layout),
         flags_layout=str(replace(old, unknown=layout.unknown)),
-        is_of_flags=keeps and choice.micro_batch == micro and choice.global_batch == whole,
+        is_of_flags=keeps and choice.micro_batch == micro and choice.keeps_global_batch,
         sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
         micro_batch_size=choice.micro_batch,
         global_batch_size=choice.global_batch,
@@ -258,7 +267,7 @@ def _arguments(candidate: FoundLayout, job: JobArguments, old: ParallelLayout) -
     choice = candidate.choice
     layout = choice.layout
     derived = {"virtual_pipeline_model_parallel_size", "data_parallel_size"}
-    if job.step_batch_size_schedule:
+    if keeps_schedule(choice):
         derived.add("global_batch_size")
     values = {name: value for name, value in arguments_of(candidate).items() if name not in derived}
     values |= dict.fromkeys(VIRTUAL_STAGE_ARGUMENTS)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext.continuity.batch_sizes import counts_by_layout, sizes_to_come
+from mcore_ckpt_ext.continuity.batch_sizes import SCHEDULES, counts_by_layout, ignored_schedule, sizes_to_come
 from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS, VIRTUAL_STAGE_ARGUMENTS
 from mcore_ckpt_ext.job.hybrid_pattern import is_hybrid
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import RAMPS_UP_BATCH
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.choice import Choice, batch_of
@@ -39,17 +38,25 @@ def arguments_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingPro
     return arguments | dict(changes)
 
 
-def _batch_arguments(choice: Choice) -> dict[str, int]:
+def _batch_arguments(choice: Choice) -> dict[str, Any]:
     """Return the arguments of the batch, if it is known.
 
     With a schedule of it, Megatron takes micro batch x DP for the global batch (`validate_args`, core_v0.18.0 to
-    0.19.2).
+    0.19.2). A layout that does not divide the sizes to come has a batch of its own instead of any schedule.
     """
     if batch_of(choice.job)[1] is None:
         return {}
-    share = choice.micro_batch * choice.layout.data
-    whole = share if choice.job.step_batch_size_schedule else choice.global_batch
-    return {"micro_batch_size": choice.micro_batch, "global_batch_size": whole}
+    arguments = {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}
+    if not choice.keeps_global_batch:
+        return arguments | {name: None for name in SCHEDULES if choice.job.value_of(name)}
+    if keeps_schedule(choice):
+        arguments["global_batch_size"] = choice.micro_batch * choice.layout.data
+    return arguments
+
+
+def keeps_schedule(choice: Choice) -> bool:
+    """Return whether `--step-batch-size-schedule` stays; Megatron refuses a global batch with it."""
+    return bool(choice.job.step_batch_size_schedule and choice.keeps_global_batch)
 
 
 def _overrides_schedule(choice: Choice, changes: Mapping[str, Any]) -> bool:
@@ -108,8 +115,8 @@ def flags_of(candidate: FoundLayout, changes: Mapping[str, Any] = MappingProxyTy
         flags.append("--sequence-parallel")
     if (divisor := _divisor(candidate)) and "make_vocab_size_divisible_by" not in changes:
         flags.append(f"--make-vocab-size-divisible-by {divisor}")
-    batch = _batch_arguments(choice)
-    if choice.job.step_batch_size_schedule:  # Megatron refuses both
+    batch = {name: size for name, size in _batch_arguments(choice).items() if size is not None}
+    if keeps_schedule(choice):
         batch.pop("global_batch_size", None)
     flags += [f"--{name.replace('_', '-')} {size}" for name, size in batch.items()]
     if _overrides_schedule(choice, changes):
@@ -148,17 +155,24 @@ def notes_of(candidate: FoundLayout, job: JobArguments, keeps_random_state: bool
         notes.append("what is read is that of a job without --use-megatron-fsdp, whose ranks read parts of weights")
     if any(job.raw.get(name, 1) not in (None, 1) for name in WEIGHT_SHARDS):
         notes.append("planned without weight shards: leave --tensor-parallel-num-weight-shards out")
-    if job.rampup_batch_size and len(sizes_to_come(job, job.consumed_train_samples or 0)) > 1:
-        notes.append(
-            "the batch size ramps up: see that every step of the ramp is a multiple of micro batch x DP"
-            if RAMPS_UP_BATCH.is_of(choice.version)
-            else f"Megatron {choice.version} ignores --rampup-batch-size: the global batch is {whole} at once"
-        )
+    if len(sizes_to_come(job, job.consumed_train_samples or 0)) > 1:
+        notes += _notes_of_schedule(choice, job)
     if not keeps_random_state:
         notes.append("random states are reinitialized, from --seed and the iteration")
     if choice.has_sequence_parallelism and not job.raw.get("sequence_parallel"):
         notes.append("--sequence-parallel is needed to train experts under tensor parallelism")
     return notes
+
+
+def _notes_of_schedule(choice: Choice, job: JobArguments) -> Iterator[str]:
+    """Yield why the steps of the batch that a job still has are not those of a layout; nothing if they are."""
+    at_once = f"the global batch is {choice.global_batch} at once"
+    ignored = ignored_schedule(job, choice.version)
+    if ignored:
+        yield f"Megatron {choice.version} does not run --{ignored.replace('_', '-')}: {at_once}"
+    elif not choice.keeps_global_batch:
+        share = choice.micro_batch * choice.layout.data
+        yield f"a step of the batch size to come is not a multiple of micro batch x DP = {share}: {at_once}"
 
 
 _OF_FULL_RECOMPUTATION = {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -214,4 +228,7 @@ def removed_flags_of(candidate: FoundLayout, job: JobArguments) -> list[str]:
         removed.pop("num_virtual_stages_per_pipeline_rank", None)  # given again
     if job.raw.get("pipeline_model_parallel_layout") and not split.get("pipeline_model_parallel_layout"):
         removed.setdefault("pipeline_model_parallel_layout", "...")
-    return [f"--{name.replace('_', '-')}" for name in (*removed, *_removed_recomputation(candidate, job))]
+    running = {**choice.job.raw, **_batch_arguments(choice)}
+    schedules = [name for name in SCHEDULES if job.value_of(name) and not running.get(name)]
+    removed_names = (*removed, *_removed_recomputation(candidate, job), *schedules)
+    return [f"--{name.replace('_', '-')}" for name in removed_names]

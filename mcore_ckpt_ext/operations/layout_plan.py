@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from mcore_ckpt_ext.continuity.batch_sizes import run_by
+from mcore_ckpt_ext.continuity.batch_sizes import run_by, with_stated_batch
 from mcore_ckpt_ext.continuity.data_order import data_order
-from mcore_ckpt_ext.continuity.mathematics import Difference
+from mcore_ckpt_ext.continuity.mathematics import Difference, differences_of_jobs
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
@@ -186,7 +186,9 @@ class _Planning:
         self._checkpoint = checkpoint
         self._options = options
         self._stored = checkpoint.job.arguments()
-        self._job = with_derived_arguments(checkpoint, with_passed(self._stored, options.arguments))
+        self._job = with_derived_arguments(
+            checkpoint, with_passed(self._stored, with_stated_batch(self._stored, options.arguments))
+        )
         self._version, self._version_source = release_of(checkpoint, options.megatron_version)
         self._old = ParallelLayout.from_arguments(self._job)
         self._table = table_of(checkpoint, self._job)
@@ -281,7 +283,7 @@ class _Planning:
             stock_resumes=stock_resumes(self._checkpoint, is_moved, self._version),
             keeps_random_state=keeps,
             data=data_order(job, running, self._options.data_samples),
-            differences=candidate.differences,
+            differences=differences_of_jobs(job, running, self._version),
             flags=" ".join([*flags_of(candidate), *recomputation_flags(candidate, job)]),
             removed_flags=tuple(removed_flags_of(candidate, job)),
             notes=tuple(notes_of(candidate, job, keeps)),

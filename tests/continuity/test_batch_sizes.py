@@ -14,6 +14,7 @@ from mcore_ckpt_ext.continuity.batch_sizes import (
     indivisible_sizes,
     run_by,
     sizes_to_come,
+    with_stated_batch,
 )
 from mcore_ckpt_ext.continuity.sizes import GLOBAL_BATCH, sizes_of_job
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -82,11 +83,33 @@ def test_a_step_that_is_past_binds_no_layout() -> None:
 
 
 def test_releases_that_ignore_a_ramp_have_no_steps() -> None:
-    """0.19 takes the flag: `_build_num_microbatches_calculator` has no calculator for it."""
+    """0.18 takes the flag: `_build_num_microbatches_calculator` has no calculator for it."""
     job = _job(rampup_batch_size=[16, 16, 300])
-    assert sizes_to_come(job.replace(ckpt_load_validate_sharding_integrity=True), 0) == []
-    assert sizes_to_come(run_by(job, Version(0, 19)), 0) == []
-    assert run_by(job, Version(0, 18)) == job
+    assert sizes_to_come(job.replace(step_batch_size_schedule=None), 0) == []
+    assert sizes_to_come(run_by(job, Version(0, 18)), 0) == []
+    assert sizes_to_come(run_by(job, Version(0, 17)), 0) == sizes_to_come(job, 0)
+
+
+def test_an_older_release_runs_a_ramp_whatever_saved_the_checkpoint() -> None:
+    job = _job(rampup_batch_size=[16, 16, 300], step_batch_size_schedule=None)
+    assert [step.size for step in sizes_to_come(run_by(job, Version(0, 17)), 0)] == [16, 32, 48, 64]
+
+
+def test_an_older_release_has_no_schedule() -> None:
+    """0.17 has no such flag, so the last batch is the one to state."""
+    job = run_by(_job(step_batch_size_schedule="0:8 1K:24", global_batch_size=8), Version(0, 17))
+    assert (sizes_to_come(job, 0), global_batch_of(job), job.step_batch_size_schedule) == ([], 24, None)
+
+
+def test_a_stated_batch_replaces_a_stored_schedule() -> None:
+    stored = _job(step_batch_size_schedule="0:8 1K:24", global_batch_size=8)
+    assert with_stated_batch(stored, {"global_batch_size": 12}) == {
+        "global_batch_size": 12,
+        "step_batch_size_schedule": None,
+    }
+    for stated in ({"lr": 1.0}, {"global_batch_size": 12, "step_batch_size_schedule": "0:12"}):
+        assert with_stated_batch(stored, stated) == stated
+    assert with_stated_batch(_job(), {"global_batch_size": 12}) == {"global_batch_size": 12}
 
 
 def test_decreasing_a_batch_size_needs_one_micro_batch() -> None:

@@ -65,13 +65,13 @@ def test_training_stays_the_same_on_every_number_of_gpus(arguments: dict[str, An
 
 def test_every_step_of_a_ramp_is_kept() -> None:
     arguments = {**DENSE, "num_layers": 4, "pipeline_model_parallel_size": 1, "rampup_batch_size": [96, 32, 10000]}
-    ramped = choose_layout(None, 512, arguments=arguments, megatron_version="0.18")
+    ramped = choose_layout(None, 512, arguments=arguments, megatron_version="0.17")
     assert (ramped.sizes["dp"], ramped.micro_batch_size) == (32, 1)
     past = arguments | {"consumed_train_samples": 10000}
     del arguments["rampup_batch_size"]
     plain = choose_layout(None, 512, arguments=arguments)
     assert (plain.sizes["dp"], plain.micro_batch_size) == (64, 2)
-    assert choose_layout(None, 512, arguments=past, megatron_version="0.18").sizes == plain.sizes
+    assert choose_layout(None, 512, arguments=past, megatron_version="0.17").sizes == plain.sizes
 
 
 def test_the_batch_changes_only_if_that_is_allowed_and_uses_more_gpus() -> None:

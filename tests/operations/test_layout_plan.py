@@ -212,16 +212,43 @@ def test_virtual_stages_run_every_step_of_the_batch_to_come() -> None:
         assert any(layout.global_batch_size == 12 and layout.sizes["dp"] == 1 for layout in found) is accepted
 
 
-def test_a_ramp_that_the_release_ignores_is_named() -> None:
-    ramp = {"rampup_batch_size": [2, 2, 300]}
-    (old,) = plan(
-        fixture_named("p01").run, 4, pins={"tp": 1, "pp": 2}, arguments=ramp, megatron_version="0.18", most=1
+@pytest.mark.parametrize(
+    ("schedule", "ignored_by", "run_by"),
+    [
+        ({"rampup_batch_size": [2, 2, 300]}, "0.18", "0.17"),
+        ({"step_batch_size_schedule": "0:4 1M:8", "global_batch_size": 2}, "0.17", "0.18"),
+    ],
+)
+def test_a_schedule_of_the_batch_that_the_release_ignores_is_named(
+    schedule: dict[str, Any], ignored_by: str, run_by: str
+) -> None:
+    """The flags state its last batch, and training is another one."""
+    pins = {"tp": 1, "pp": 2}
+    (kept,) = plan(fixture_named("p01").run, 4, pins=pins, arguments=schedule, megatron_version=run_by, most=1).layouts
+    (lost,) = plan(
+        fixture_named("p01").run, 4, pins=pins, arguments=schedule, megatron_version=ignored_by, most=1
     ).layouts
-    (new,) = plan(
-        fixture_named("p01").run, 4, pins={"tp": 1, "pp": 2}, arguments=ramp, megatron_version="0.19", most=1
+    flag = f"--{next(iter(schedule)).replace('_', '-')}"
+    assert not any("batch" in note for note in kept.notes) and flag not in kept.removed_flags
+    assert f"Megatron {ignored_by} does not run {flag}: the global batch is 8 at once" in lost.notes
+    assert flag in lost.removed_flags and "--global-batch-size 8" in lost.flags
+    batch = "another --global-batch-size"
+    assert [batch in [row.feature for row in layout.differences] for layout in (kept, lost)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"rampup_batch_size": [2, 2, 300]}, {"step_batch_size_schedule": "0:4 1M:8", "global_batch_size": 2}],
+)
+def test_a_schedule_of_the_batch_that_a_layout_does_not_divide_is_left_out(schedule: dict[str, Any]) -> None:
+    """Megatron would stop at its first step."""
+    version = "0.17" if "rampup_batch_size" in schedule else "0.19"
+    (one,) = plan(
+        fixture_named("p01").run, 3, pins={"tp": 1, "pp": 1}, arguments=schedule, megatron_version=version
     ).layouts
-    assert any(note.startswith("the batch size ramps up") for note in old.notes)
-    assert "Megatron 0.19 ignores --rampup-batch-size: the global batch is 8 at once" in new.notes
+    assert (one.global_batch_size, "--global-batch-size 9" in one.flags, one.data.indivisible) == (9, True, ())
+    assert f"--{next(iter(schedule)).replace('_', '-')}" in one.removed_flags
+    assert any(note.startswith("a step of the batch size to come is not a multiple") for note in one.notes)
 
 
 def test_flags_name_every_size() -> None:

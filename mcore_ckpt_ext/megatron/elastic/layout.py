@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from mcore_ckpt_ext.continuity.batch_sizes import counts_by_layout, global_batch_of
+from mcore_ckpt_ext.continuity.batch_sizes import SCHEDULES, counts_by_layout, global_batch_of
 from mcore_ckpt_ext.devices import smallest_memory
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -42,7 +42,9 @@ _DECIDED_BY_FLAGS = (
     *VIRTUAL_STAGE_ARGUMENTS,
     "virtual_pipeline_model_parallel_size",
     "expert_tensor_parallel_size",
-    "rampup_batch_size",
+    "train_iters",
+    "train_samples",
+    *SCHEDULES,
 )
 # `LocalElasticAgent._shutdown` (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.13): a restart
 # takes the default, whatever `--shutdown-timeout` says.

@@ -76,7 +76,7 @@ def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: in
     Args:
         stored: all groups of the checkpoint.
         common: its common state.
-        batch_size: the number of samples in an iteration; None if it has varied.
+        batch_size: the global batch size of the job; None if unknown. Samples do not add up if it has varied.
 
     Raises:
         UnsupportedCheckpointError: no group has a step, and it cannot be derived.
@@ -98,7 +98,7 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
         raise UnsupportedCheckpointError(
             "the checkpoint does not record the number of Adam steps",
             found=f"no step in any parameter group; iteration {iteration}, {scheduled} scheduled",
-            expected=f"a step, or {batch_size or 'a constant number of'} samples an iteration",
+            expected=f"a step, or {batch_size or 'a known number of'} samples an iteration",
             hint="if the optimizer had not stepped yet (fp16 skips steps), resume with --no-load-optim; with "
             "--optimizer-cpu-offload and nothing offloaded Megatron saves no step: save once with "
             "--optimizer-offload-fraction above 0",

@@ -104,7 +104,7 @@ def plan_rank(resume: Resume, shards: Sequence[OwnShard], groups: Sequence[Seque
 def stored_groups(checkpoint: CheckpointView) -> Any:
     """Return the stored parameter groups with Adam's step, which some formats keep elsewhere."""
     return with_step(
-        checkpoint.optimizer.param_groups(), checkpoint.job.common(), checkpoint.job.arguments().constant_batch_size
+        checkpoint.optimizer.param_groups(), checkpoint.job.common(), checkpoint.job.arguments().global_batch_size
     )
 
 
