@@ -8,11 +8,11 @@ are, so that the times include their imports.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
 from elastic_parts import MARKS, seconds_of_parts, share_of_package
+from environment import folders_of_demonstration
 from how_far import Iterations, MovingLine
 from megatron_on_cpu import launch, toy_jobs
 from megatron_on_cpu.elastic_jobs import Ended, Scenario
@@ -139,4 +139,4 @@ def _print_parts(elastic: Ended) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(Demonstration(*map(Path, sys.argv[1:3])).run())
+    raise SystemExit(Demonstration(*folders_of_demonstration(__doc__)).run())

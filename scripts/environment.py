@@ -5,6 +5,7 @@ Used by the demonstration and by the test command; standard library only.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -173,3 +174,12 @@ def _version(python: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return tuple(map(int, done.stdout.split())) if done.returncode == 0 else None
+
+
+def folders_of_demonstration(description: str | None) -> list[Path]:
+    """Parse the command line of a demonstration: a folder for its results, and perhaps a checkout of Megatron-LM."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", type=Path, help="for the results")
+    parser.add_argument("megatron", nargs="?", type=Path, help="a checkout of Megatron-LM, 0.16 or later")
+    arguments = parser.parse_args()
+    return [folder for folder in (arguments.folder, arguments.megatron) if folder is not None]

@@ -7,14 +7,13 @@ this package and never read a checkpoint.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 import torch
-from environment import REPOSITORY
+from environment import REPOSITORY, folders_of_demonstration
 from how_far import Iterations, MovingLine
 from megatron_on_cpu import launch, toy_jobs
 from megatron_on_cpu.dump_optimizer import FOLDER_VARIABLE, MOMENTS_VARIABLE, assemble
@@ -177,4 +176,4 @@ def _name(layout: tuple[int, int]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(Demonstration(*map(Path, sys.argv[1:3])).run())
+    raise SystemExit(Demonstration(*folders_of_demonstration(__doc__)).run())
