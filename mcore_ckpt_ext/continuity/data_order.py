@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.continuity.batch_sizes import indivisible_sizes
+from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of, indivisible_sizes, sizes_to_come
 from mcore_ckpt_ext.continuity.cyclic import CYCLIC, HISTORY, ReadingLayout, as_argument, history_of
 from mcore_ckpt_ext.continuity.energon import EXTERNAL, loader_changes, redistribution, saves_loader_states
 from mcore_ckpt_ext.continuity.order_change import (
@@ -113,7 +113,7 @@ def data_order(written: JobArguments, running: JobArguments, samples: int | None
         verdict=verdict,
         sample=sample,
         changes=changes,
-        note=note,
+        note="; ".join(filter(None, [note, _note_of_ignored_ramp(written, running, sample or 0)])),
         read_again=counts.again if isinstance(counts, ReadCounts) else None,
         never_read=counts.never if isinstance(counts, ReadCounts) else None,
         uncounted=counts if isinstance(counts, str) else "",
@@ -302,6 +302,14 @@ def _changes_of_external(written: JobArguments, running: JobArguments) -> Iterat
         "megatron/training/datasets/data_samplers.py, `build_pretraining_data_loader`", verdict=UNKNOWN,
         uncounted="the order of a loader of one's own is not recorded",
     )  # fmt: skip
+
+
+def _note_of_ignored_ramp(written: JobArguments, running: JobArguments, consumed: int) -> str:
+    """Say that the release ignores a ramp of the batch that was in progress; empty otherwise."""
+    was_ramping = len(sizes_to_come(written, consumed)) > 1
+    if not running.rampup_batch_size or sizes_to_come(running, consumed) or not was_ramping:
+        return ""
+    return f"this Megatron ignores --rampup-batch-size: the global batch is {global_batch_of(running)} at once"
 
 
 def _note(written: JobArguments, running: JobArguments, samples: int | None) -> str:

@@ -47,7 +47,7 @@ class DataOrder:
         verdict: `same order`, `each sample once` (in other batches), `changes` or `unknown`.
         sample: the number of samples that were consumed; None if it is unknown.
         changes: why it is not the same order.
-        note: how it goes on, where this package has to see to that; empty otherwise.
+        note: how it goes on, where this package has to see to that, or Megatron ignores a ramp; empty otherwise.
         read_again: how many samples will be read again; None if that is unknown.
         never_read: how many will never be read; None if that is unknown.
         uncounted: why the two are unknown; empty otherwise.
@@ -80,11 +80,13 @@ class DataOrder:
         """The account in one line."""
         place = "an unknown sample" if self.sample is None else f"sample {self.sample:,}"
         if self.verdict in (SAME_ORDER, EACH_ONCE):
-            text = f"data: goes on at {place}, {self.verdict}{f'; {self.note}' if self.note else ''}"
+            text = f"data: goes on at {place}, {self.verdict}"
         else:
             reasons = "; ".join(f"{change.what}: {change.why}" for change in self.changes)
             begin = "another order" if self.verdict == CHANGES else "not known whether in the same order"
             text = f"data: goes on at {place}, {begin} ({reasons}){self._count}"
+        if self.note:
+            text += f"; {self.note}"
         if self.indivisible:
             first = self.indivisible[0]
             text += (

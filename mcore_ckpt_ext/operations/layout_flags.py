@@ -165,7 +165,7 @@ def notes_of(candidate: FoundLayout, job: JobArguments, keeps_random_state: bool
 
 
 def _notes_of_schedule(choice: Choice, job: JobArguments) -> Iterator[str]:
-    """Yield why the steps of the batch that a job still has are not those of a layout; nothing if they are."""
+    """Yield why the steps of the batch to come are not those of the job; nothing if they are."""
     at_once = f"the global batch is {choice.global_batch} at once"
     ignored = ignored_schedule(job, choice.version)
     if ignored:

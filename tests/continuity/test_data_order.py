@@ -109,6 +109,21 @@ def test_a_layout_that_does_not_divide_a_batch_size_to_come() -> None:
     assert "global batch size 64" in order.sentence
 
 
+def test_a_ramp_that_the_release_ignores_is_named() -> None:
+    """0.18 takes the flag without an effect, and a resume under the same layout would else say nothing."""
+    written = JobArguments.of({**_BASE, "rampup_batch_size": [16, 16, 9600], "consumed_train_samples": 4800})
+    ignoring = written.replace(step_batch_size_schedule=None)
+    order = data_order(written, ignoring)
+    assert order.verdict == SAME_ORDER and order.is_remarkable
+    assert order.sentence.endswith("; this Megatron ignores --rampup-batch-size: the global batch is 48 at once")
+    for before, now in (
+        (written, written),
+        (ignoring, ignoring),
+        (written.replace(consumed_train_samples=9600), ignoring),
+    ):
+        assert not data_order(before, now).is_remarkable
+
+
 @pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
 def test_a_blend_without_weights_may_only_lie_in_another_place(names: list[str]) -> None:
     """Paths alone are a blend, too: under other folders they may be the same, in another order they are not."""
