@@ -124,13 +124,17 @@ def run_by(job: JobArguments, version: Version) -> JobArguments:
 
 
 def with_stated_batch(stored: JobArguments, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a user states; a global batch alone replaces a stored schedule of it.
+    """Return the arguments that a user states; a global batch replaces what contradicts it.
 
-    Megatron refuses both (`validate_args`, megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
+    Megatron refuses it with a schedule, and sets the batch of evaluation after it (`validate_args`,
+    megatron/training/arguments.py, core_v0.18.0 to 0.19.2).
     """
-    schedule = SCHEDULES[1]
-    is_replaced = stored.step_batch_size_schedule and stated.get("global_batch_size") and schedule not in stated
-    return {**stated, **({schedule: None} if is_replaced else {})}
+    if not stated.get("global_batch_size"):
+        return dict(stated)
+    raw = stored.raw
+    follows = raw.get("eval_global_batch_size") == stored.global_batch_size
+    replaced = [SCHEDULES[1], *(["eval_global_batch_size"] if follows else [])]
+    return {name: None for name in replaced if raw.get(name)} | dict(stated)
 
 
 def ignored_schedule(job: JobArguments, version: Version) -> str | None:

@@ -335,6 +335,7 @@ AVERAGES_BY_CONTEXT_RANK = Capability("averages losses by context rank", "Megatr
 WEIGHS_FURTHER_TOKENS = Capability("weighs further tokens", "transformer/multi_token_prediction.py", Version(0, 17))
 SCALES_BALANCE_BY_BATCH = Capability("scales balance by micro batch", "moe/router.py", Version(0, 16), Version(0, 19))
 SCALES_BALANCE_BY_RANK = Capability("scales balance by rank", "moe/router.py", Version(0, 12), Version(0, 19))
+CHECKS_EVALUATION = Capability("checks the batch of evaluation", "megatron/training/arguments.py", Version(0, 18))
 RAMPS_UP_BATCH = Capability("ramps up", "core/num_microbatches_*.py", None, Version(0, 18), "step_batch_size_schedule")
 RESUMES_WITH_THIS_PACKAGE = Capability(
     "has a `load_checkpoint` in which this package is tested",

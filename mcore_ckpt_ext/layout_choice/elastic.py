@@ -58,12 +58,19 @@ def own_layout(job: JobArguments, gpus: int, version: Version) -> tuple[Parallel
     # None of the rules depends on parameters.
     empty = ModelTable((), job.num_layers or 0, copies=0, padded_rows=PaddedRows(None, 0, 1))
     choice = Choice(job, empty, layout, None, micro_batch, global_batch or share, version)
-    depending = ("world size", "expert world size", "rank order", "optimizer instances", "batch sizes")
+    depending = (
+        "world size",
+        "expert world size",
+        "rank order",
+        "optimizer instances",
+        "batch sizes",
+        "evaluation batch",
+    )
     rules = [rule for rule in RULES if rule[0] in depending]
     may_decrease = bool(job.raw.get("decrease_batch_size_if_needed"))
-    reason = next((reason for _, reason in violations(choice, rules)), None)
-    if reason is not None and not (may_decrease and reason.startswith("global batch")):
-        return layout, reason
+    for _, reason in violations(choice, rules):
+        if not (may_decrease and reason.startswith("global batch")):
+            return layout, reason
     if batch_divisor(job) % share and not may_decrease:
         return layout, f"a step of the batch size's ramp is not a multiple of micro batch x DP = {share}"
     return layout, None

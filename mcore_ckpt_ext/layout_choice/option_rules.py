@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+from mcore_ckpt_ext.job.releases import CHECKS_EVALUATION
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
 
@@ -72,3 +73,26 @@ def _sparse_attention(choice: Choice) -> str | None:
     if all(str(kind).replace("_", "").lower() == "allgather" for kind in named):
         return None
     return "sparse attention needs --cp-comm-type allgather for context parallelism"
+
+
+def check_evaluation(choice: Choice) -> str | None:
+    """`validate_args`: the batch of evaluation is a multiple of its micro batch x DP.
+
+    Both are those of training unless the job states others; the batch is never decreased (core_v0.18.0 to 0.19.2).
+    """
+    if not CHECKS_EVALUATION.is_of(choice.version):
+        return None
+    job = choice.job
+    micro = _evaluation_size(choice, "eval_micro_batch_size", job.micro_batch_size) or choice.micro_batch
+    derived = choice.micro_batch * choice.layout.data if job.step_batch_size_schedule else choice.global_batch
+    whole = _evaluation_size(choice, "eval_global_batch_size", job.global_batch_size) or derived
+    share = micro * choice.layout.data
+    if whole % share == 0:
+        return None
+    return f"--eval-global-batch-size {whole} is not a multiple of its micro batch x DP = {share}"
+
+
+def _evaluation_size(choice: Choice, name: str, of_training: int | None) -> int | None:
+    """Return a size of evaluation that is not the one of training, after which Megatron sets it."""
+    value: object = choice.job.raw.get(name)
+    return value if isinstance(value, int) and value > 0 and value != of_training else None

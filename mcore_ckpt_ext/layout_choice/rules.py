@@ -22,7 +22,7 @@ from mcore_ckpt_ext.layout_choice.expert_rules import (
     check_experts,
     check_overlapped_experts,
 )
-from mcore_ckpt_ext.layout_choice.option_rules import check_options
+from mcore_ckpt_ext.layout_choice.option_rules import check_evaluation, check_options
 
 Rule = Callable[[Choice], "str | None"]
 
@@ -319,6 +319,7 @@ STAGE_RULES: tuple[NamedRule, ...] = (
     ("overlapped experts", check_overlapped_experts),
     ("options of the job", check_options),
     *BATCH_RULES,
+    ("evaluation batch", check_evaluation),
 )
 """Rules that depend on virtual stages, the division of the layers, and the batch."""
 RULES = (*DENSE_RULES, *EXPERT_RULES, *STAGE_RULES)

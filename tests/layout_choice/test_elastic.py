@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.layout_choice.elastic import own_layout
 from mcore_ckpt_ext.operations.elastic_layout import choose_for, choose_layout, with_virtual_stages
 from mcore_ckpt_ext.versions import Version
 
@@ -72,6 +74,14 @@ def test_every_step_of_a_ramp_is_kept() -> None:
     plain = choose_layout(None, 512, arguments=arguments)
     assert (plain.sizes["dp"], plain.micro_batch_size) == (64, 2)
     assert choose_layout(None, 512, arguments=past, megatron_version="0.17").sizes == plain.sizes
+
+
+def test_a_batch_that_may_be_decreased_fits_where_that_of_evaluation_does() -> None:
+    """Megatron decreases no batch of evaluation, which is that of training unless it is stated (core_v0.18.0)."""
+    job = JobArguments.of({"micro_batch_size": 1, "global_batch_size": 8, "decrease_batch_size_if_needed": True})
+    assert own_layout(job, 3, Version(0, 17))[1] is None
+    assert "--eval-global-batch-size 8 is not" in (own_layout(job, 3, Version(0, 18))[1] or "")
+    assert own_layout(job.replace(eval_global_batch_size=6), 3, Version(0, 18))[1] is None
 
 
 def test_the_batch_changes_only_if_that_is_allowed_and_uses_more_gpus() -> None:

@@ -99,3 +99,11 @@ def test_other_options_exclude_layouts() -> None:
     assert biased.excluded["biases of experts"] and "options of the job" not in biased.excluded
     sparse = found_for(8, experimental_attention_variant="dsa", cp_comm_type=["p2p"]).found
     assert {one.choice.layout.context for one in sparse} == {1}
+
+
+def test_the_batch_of_evaluation_excludes_layouts() -> None:
+    """One that the job states: 8 samples in micro batches of 2 leave DP 1, 2 and 4; that of training excludes none."""
+    stated = found_for(12, eval_global_batch_size=8, eval_micro_batch_size=2)
+    assert {one.choice.layout.data for one in stated.found} == {1, 2, 4} and stated.excluded["evaluation batch"]
+    derived = found_for(12, eval_global_batch_size=96, eval_micro_batch_size=1)
+    assert 12 in {one.choice.layout.data for one in derived.found} and "evaluation batch" not in derived.excluded

@@ -42,6 +42,8 @@ _DECIDED_BY_FLAGS = (
     *VIRTUAL_STAGE_ARGUMENTS,
     "virtual_pipeline_model_parallel_size",
     "expert_tensor_parallel_size",
+    "eval_global_batch_size",
+    "eval_micro_batch_size",
     "train_iters",
     "train_samples",
     *SCHEDULES,
