@@ -88,6 +88,8 @@ FEATURES = {
     "--calculate-per-token-loss",
     "experts, global_aux_loss": f"{BALANCED} --moe-router-load-balancing-type global_aux_loss",
     "experts, sinkhorn": f"{_EXPERTS} --moe-router-load-balancing-type sinkhorn",
+    "experts, quantile balancing": f"{_EXPERTS} --moe-router-load-balancing-type quantile_balancing "
+    "--moe-aux-loss-coeff 0",
     "experts, z loss": f"{_EXPERTS} --moe-z-loss-coeff 1.0",
     "experts, expert bias": f"{_EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
     "experts, capacity factor 0.5": f"{_EXPERTS} --moe-expert-capacity-factor 0.5",

@@ -205,6 +205,15 @@ DEPENDENCIES = (
         applies=lambda job: routes_by(job, "sinkhorn"),
     ),
     Dependency(
+        "--moe-router-load-balancing-type quantile_balancing",
+        (MICRO_BATCH,),
+        "experts are biased by the mean of the quantiles of each micro batch",
+        BY_DESIGN,
+        f"{_ROUTER}, `quantile_balancing`",
+        "3.5e-5 of the loss or the gradient norm, and 7.3e-4 an iteration later",
+        applies=lambda job: routes_by(job, "quantile_balancing"),
+    ),
+    Dependency(
         "--muon-tp-mode blockwise",
         (TENSOR,),
         "each shard of a matrix is orthogonalized by itself",

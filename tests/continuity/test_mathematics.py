@@ -52,6 +52,8 @@ def _changing(feature: dict[str, Any], version: Version = NEWEST) -> set[str]:
          set()),
         ({**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_expert_capacity_factor": 1.0}, {"micro batch", "TP", "CP"}),
         ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, {"micro batch", "TP", "CP"}),
+        ({**_EXPERTS, "moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0},
+         {"micro batch"}),
         ({"eod_mask_loss": True}, {"micro batch", "CP"}),
         ({"eod_mask_loss": True, "calculate_per_token_loss": True}, set()),
         ({"mtp_num_layers": 1}, {"CP"}),

@@ -60,6 +60,8 @@ CASES = {
     ("experts, global_aux_loss", "TP 2, micro batch 2"): False,
     ("experts, sinkhorn", "micro batch 2"): False,
     ("experts, sinkhorn", "TP 2"): False,
+    ("experts, quantile balancing", "TP 2"): True,
+    ("experts, quantile balancing", "micro batch 2"): False,
     ("experts, seq_aux_loss, per token", "micro batch 2"): True,
     ("experts, capacity factor 0.5", "micro batch 2"): False,
     ("experts, seq_aux_loss", "TP 2, EP 2, ETP 1"): True,
