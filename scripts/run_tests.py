@@ -1,6 +1,6 @@
 """The test command: creates an environment, then runs the linters and the tests in it.
 
-Jobs of one feature each, what takes long, and five of six rows of tests of all checkpoints or families, are marked
+Jobs of one feature each, what takes long, and seven of eight rows of tests of all checkpoints or families, are marked
 `nightly`, and run by name or with `--nightly`.
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
@@ -59,30 +59,32 @@ def main(words: Sequence[str]) -> int:
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # a warning of the theme about a release of MkDocs that is not used here
     started = time.monotonic()
     log = REPOSITORY / ".venv-install.log"
-    with ThreadPoolExecutor(1) as executor:  # for ColossalAI's environment, in parallel
-        try:
+    try:
+        with ThreadPoolExecutor(1) as executor:  # for ColossalAI's environment and tests, in parallel
             python = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
-            other = None if quick else executor.submit(prepared_beside, python, REPOSITORY / ".venv-colossalai", log)
+            folder = REPOSITORY / ".venv-colossalai"
+            beside = None if quick else executor.submit(prepared_beside, python, folder, log)
             status = _checks(python)
-            beside = other.result() if other else None
-        except SetupError as error:
-            print(error, file=sys.stderr)
-            return 2
-        print(f"installed and checked in {time.monotonic() - started:.0f} s", flush=True)
-        if status:
-            return status
-        with _shared_checkpoints():
-            if beside is None:
-                return _pytest(python, [*BALANCED, *QUICK, *requested.options]).returncode
-            if arguments:
-                named = beside if any(COLOSSALAI in argument for argument in arguments) else python
-                return _pytest(named, arguments).returncode
-            # The main environment skips ColossalAI's tests by itself.
-            daily = () if requested.nightly else DAILY
-            of_colossalai = executor.submit(_pytest, beside, [COLOSSALAI, *daily], stdout=subprocess.PIPE)
-            statuses = [_pytest(python, [*IN_TURN, *daily]).returncode, of_colossalai.result().returncode]
-            print(of_colossalai.result().stdout, end="", flush=True)
-            return next((status for status in statuses if status), 0)
+            print(f"installed and checked in {time.monotonic() - started:.0f} s", flush=True)
+            if status:
+                return status
+            with _shared_checkpoints():
+                if beside is None:
+                    return _pytest(python, [*BALANCED, *QUICK, *requested.options]).returncode
+                if arguments:
+                    named = beside.result() if any(COLOSSALAI in argument for argument in arguments) else python
+                    return _pytest(named, arguments).returncode
+                # The main environment skips ColossalAI's tests by itself.
+                daily = () if requested.nightly else DAILY
+                of_colossalai = executor.submit(
+                    lambda: _pytest(beside.result(), [COLOSSALAI, *daily], stdout=subprocess.PIPE)
+                )
+                statuses = [_pytest(python, [*IN_TURN, *daily]).returncode, of_colossalai.result().returncode]
+                print(of_colossalai.result().stdout, end="", flush=True)
+                return next((status for status in statuses if status), 0)
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:

@@ -128,7 +128,9 @@ def test_unpatched_booster_cannot_load_its_own_file_strictly_and_patched_can(tmp
     ranks.run(2, job)
 
 
-@pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 2)), ((4, 2), (2, 1))])
+@pytest.mark.parametrize(
+    ("first", "second"), [((1, 1), (2, 2)), pytest.param((4, 2), (2, 1), marks=pytest.mark.nightly)]
+)
 def test_tensor_parallelism_changes_and_changes_back(
     tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
 ) -> None:
@@ -163,7 +165,7 @@ def test_tensor_parallelism_changes_and_changes_back(
     assert changed[2][0] == pytest.approx(saved[2][0], rel=2**-8)
 
 
-@pytest.mark.parametrize("dtype", ["master", "compute"])
+@pytest.mark.parametrize("dtype", [pytest.param("master", marks=pytest.mark.nightly), "compute"])
 def test_rows_that_fill_up_a_vocabulary(tmp_path: Path, dtype: Any) -> None:
     shard = dtype == "master"
 

@@ -25,6 +25,8 @@ REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 # What a cluster has: `mcore-ckpt`, and programs in place of Slurm's.
 STAND_INS = Path(__file__).with_name("stand_ins")
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+# Their commands start programs that take half of the time of all.
+LONG = ("check-every-save", "monitoring", "slurm")
 # What a page calls the folder in which it is: absolute paths of a real run begin with it.
 HERE = "/data"
 _SECONDS = re.compile(r"\b\d+\.\d s\b")
@@ -104,7 +106,11 @@ def _adapter(folder: Path) -> Path:
     return peft_folder(folder / "adapter", tensors, target_modules=sorted(heights), task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.nightly] if page.stem in LONG else []) for page in PAGES],
+    ids=lambda page: str(page.relative_to(REPOSITORY)),
+)
 def test_commands_of_a_page_print_their_output(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -236,9 +236,10 @@ def test_a_target_lets_defects_through(monkeypatch: pytest.MonkeyPatch) -> None:
         targets.PickleTarget().run(Constant([0]))
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_a_bounded_campaign_finds_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fuzz.campaign", "--inputs", "100", "--only", "pickle"]
+    command = [sys.executable, "-m", "tests.fuzz.campaign", "--inputs", "200", "--only", "pickle"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

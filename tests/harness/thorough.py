@@ -1,4 +1,4 @@
-"""Marks rows of tests of all stored checkpoints or model families that `--quick`, or the test command, leaves out."""
+"""Marks rows of tests of all stored checkpoints or model families that only `--nightly` runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 
 from tests.harness.checkpoints import FIXTURES
 
-# A test of more checkpoints or families than the first number keeps every eighth with `--quick`, and every sixth in the
-# test command: neighbors are alike.
-_FEW = 8
-_KEPT = {"thorough": 8, "nightly": 6}
+# A test of more checkpoints or families than the first number keeps every eighth with `--quick` and in the test
+# command: neighbors are alike.
+_FEW = _KEPT = 8
 _CHECKPOINTS = {form for name in FIXTURES for form in (name, name.partition("_")[0])}
 
 
@@ -26,9 +25,9 @@ def mark_rows(items: Iterable[pytest.Item]) -> None:
         if len(rows) <= _FEW:
             continue
         for number, own in enumerate(rows.values()):
-            for marker in (marker for marker, step in _KEPT.items() if number % step):
-                for row in own:
-                    row.add_marker(marker)
+            for row in own if number % _KEPT else ():
+                row.add_marker("thorough")
+                row.add_marker("nightly")
 
 
 def _subjects(item: pytest.Item) -> Iterable[str]:

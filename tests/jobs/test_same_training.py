@@ -46,6 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_in_turn(folder, turns)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("base", "name", "is_same"),
     [("aux", "TP2", True), ("aux", "micro batch", False), ("global", "TP2", False)],
@@ -57,6 +58,7 @@ def test_the_computation_differs_where_the_table_says_so(results: Results, base:
     assert is_same or difference > 20 * _ROUNDING
 
 
+@pytest.mark.nightly
 def test_the_summary_says_it(results: Results) -> None:
     assert results.job("aux, TP2").summary.string.endswith(f"; {SAME_TRAINING}")
     other = "; other arguments of the model: layernorm_epsilon 1e-05, now 0.001; apart from them: "
