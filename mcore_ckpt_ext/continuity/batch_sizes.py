@@ -157,7 +157,7 @@ def _steps(job: JobArguments) -> tuple[BatchSize, ...]:
         return ()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _steps_of_schedule(schedule: str, length: int) -> tuple[BatchSize, ...]:
     """Return the steps of `--step-batch-size-schedule`, whose thresholds count tokens."""
     steps = []
@@ -179,7 +179,7 @@ def _number(text: str) -> int | None:
         return None
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # a stranger's ramp may have a million steps
 def _steps_of_ramp(start: int, increment: int, samples: int, largest: int) -> tuple[BatchSize, ...]:
     """Return the steps of `--rampup-batch-size START INCREMENT SAMPLES`."""
     if not 0 < start <= largest or increment <= 0 or (largest - start) // increment > _MOST_STEPS:
