@@ -179,7 +179,7 @@ def _number(text: str) -> int | None:
         return None
 
 
-@lru_cache(maxsize=2)  # a stranger's ramp may have a million steps
+@lru_cache(maxsize=2)  # the ramp of a checkpoint may have a million steps
 def _steps_of_ramp(start: int, increment: int, samples: int, largest: int) -> tuple[BatchSize, ...]:
     """Return the steps of `--rampup-batch-size START INCREMENT SAMPLES`."""
     if not 0 < start <= largest or increment <= 0 or (largest - start) // increment > _MOST_STEPS:
