@@ -1,7 +1,7 @@
 """The test command: creates an environment, then runs the linters and the tests in it.
 
-Jobs of one feature each, what takes long, and seven of eight rows of tests of all checkpoints or families, are marked
-`nightly`, and run by name or with `--nightly`.
+Jobs of one feature each, what takes long, and most of many alike rows, are marked `nightly`, and run by name or with
+`--nightly`.
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
 them those tests are skipped. ColossalAI's tests run in a second environment, because it needs an older transformers.

@@ -33,6 +33,7 @@ def _boost(plugin: str, seed: int = 0) -> Any:
     return boost(plugin, _strided, seed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("plugin", ["gemini", "hybrid_parallel"])
 def test_tensors_that_are_not_contiguous(tmp_path: Path, plugin: str, shard: bool) -> None:
@@ -55,6 +56,7 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path, plugin: str, shard: boo
     ranks.run(2, job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_save_waits_for_the_memory_of_the_former_one(tmp_path: Path, plugin: str, shard: bool) -> None:
@@ -88,6 +90,7 @@ def _moments(path: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items() if "exp_avg" in name}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_another_number_of_ranks_goes_on_exactly(tmp_path: Path, plugin: str) -> None:
     places = {True: [tmp_path / "model", tmp_path / "optimizer"]}

@@ -24,6 +24,7 @@ BEFORE, MORE = range(2), range(2, 5)
 TOKENS = torch.arange(12).view(2, 6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "tensor_parallel", "shard"), [(1, 1, False), (2, 1, True), (2, 2, False), (4, 2, True)]
 )

@@ -97,6 +97,7 @@ def _live(model: Any, optimizer: Any) -> list[bytes]:
     return [bits(torch.as_tensor(tensor).data).numpy().tobytes() for tensor in tensors]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_async", [False, True], ids=["bin", "asynchronous safetensors"])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_sharded_files(tmp_path: Path, plugin: str, use_async: bool) -> None:
@@ -139,6 +140,7 @@ def _with_unused(plugin: str) -> Any:
     return module
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_parameters_without_state_are_no_loss(
@@ -161,6 +163,7 @@ def test_parameters_without_state_are_no_loss(
     ranks.run(2, job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_states_that_stock_did_not_save_are_named_once(
     tmp_path: Path, plugin: str, caplog: pytest.LogCaptureFixture
@@ -187,6 +190,7 @@ def _masters(model: Any, optimizer: Any) -> list[torch.Tensor]:
     return [master for group in optimizer.optim.param_groups for master in group["params"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_what_stock_saved_again_after_more_steps_is_not_taken_for_current(
     tmp_path: Path, plugin: str, caplog: pytest.LogCaptureFixture

@@ -61,6 +61,7 @@ def loaded_beside_chunks(zero: Wrapped) -> int:
     return sum(one.nbytes for one in (*zero.outside, *zero.module.buffers()) if id(one) in kept)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["static", "optimizer offload", "keep gathered"])
 def test_gathering_and_loading_agree_with_the_cpu(placement: str) -> None:
     """Bit for bit, and what is stored crosses once; training continues alike with what was loaded."""

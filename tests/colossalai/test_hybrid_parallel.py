@@ -240,7 +240,7 @@ def test_resumes_with_lora(tmp_path: Path, shard: bool) -> None:
     ranks.run(2, job)
 
 
-@pytest.mark.parametrize(("tensor_parallel", "zero"), [(2, 0), (1, 1)])
+@pytest.mark.parametrize(("tensor_parallel", "zero"), [(2, 0), pytest.param(1, 1, marks=pytest.mark.nightly)])
 def test_optimizers_with_states_of_other_shapes(tmp_path: Path, tensor_parallel: int, zero: int) -> None:
     def job() -> None:
         from colossalai.nn.optimizer import CAME

@@ -139,6 +139,7 @@ def test_masters_that_were_trained_since_are_not_those_of_the_file(tmp_path: Pat
     ranks.run(2, job)
 
 
+@pytest.mark.nightly
 def test_optimizers_with_states_of_other_shapes(tmp_path: Path) -> None:
     kinds = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad)
 

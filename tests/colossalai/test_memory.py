@@ -19,7 +19,7 @@ MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3
 
 
-@pytest.mark.parametrize("kind", ["whole", "shards"])
+@pytest.mark.parametrize("kind", ["whole", pytest.param("shards", marks=pytest.mark.nightly)])
 def test_peak_memory(kind: str) -> None:
     # Two layers a chunk: 12.5 MiB of fp32; the output is 150 MiB.
     chunk = 2 * Wide.WIDTH**2

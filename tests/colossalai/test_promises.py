@@ -13,6 +13,7 @@ from tests.colossalai.models import Everything, TinyGPT, gpt2
 from tests.colossalai.promises import check_a_resume
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("build", "placement", "dtype", "device"),

@@ -26,7 +26,7 @@ REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 STAND_INS = Path(__file__).with_name("stand_ins")
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # Their commands start programs that take half of the time of all.
-LONG = ("check-every-save", "monitoring", "slurm")
+LONG = ("check-every-save", "monitoring", "retention", "slurm")
 # What a page calls the folder in which it is: absolute paths of a real run begin with it.
 HERE = "/data"
 _SECONDS = re.compile(r"\b\d+\.\d s\b")

@@ -1,9 +1,11 @@
-"""Marks rows of tests of all stored checkpoints or model families that only `--nightly` runs."""
+"""Marks rows that only `--nightly` runs: of tests of all checkpoints or model families, and of `thorough` tests."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,33 @@ from tests.harness.checkpoints import FIXTURES
 # A test of more checkpoints or families than the first number keeps every eighth with `--quick` and in the test
 # command: neighbors are alike.
 _FEW = _KEPT = 8
+# A `thorough` test of more than two rows keeps every third in these folders, where a row takes seconds.
+_FEW_THOROUGH, _KEPT_THOROUGH = 2, 3
+_OF_SECONDS = ("cli", "colossalai", "formats", "huggingface", "megatron/sources", "operations")
+_TESTS = Path(__file__).parents[1]
 _CHECKPOINTS = {form for name in FIXTURES for form in (name, name.partition("_")[0])}
 
 
-def mark_rows(items: Iterable[pytest.Item]) -> None:
+def mark_rows(items: Sequence[pytest.Item]) -> None:
     """Mark the rows that a run leaves out; of each test it keeps some."""
+    _mark_subjects(items)
+    tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        folder = item.path.parent.relative_to(_TESTS).as_posix()
+        if folder.startswith(_OF_SECONDS) and hasattr(item, "callspec") and _is_daily(item):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for rows in tests.values():
+        if len(rows) > _FEW_THOROUGH and all(row.get_closest_marker("thorough") for row in rows):
+            for number, row in enumerate(rows):
+                if number % _KEPT_THOROUGH:
+                    row.add_marker("nightly")
+
+
+def _is_daily(item: pytest.Item) -> bool:
+    return item.get_closest_marker("nightly") is None
+
+
+def _mark_subjects(items: Iterable[pytest.Item]) -> None:
     tests: defaultdict[str, dict[str, list[pytest.Item]]] = defaultdict(dict)
     for item in items:
         for name in _subjects(item):
@@ -31,10 +55,19 @@ def mark_rows(items: Iterable[pytest.Item]) -> None:
 
 
 def _subjects(item: pytest.Item) -> Iterable[str]:
-    """Return the checkpoint or the model family of a row."""
+    """Return the checkpoint or the model family of a row; a job of many rows costs little more than of a few."""
+    if "/jobs/" in item.nodeid:
+        return []
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     of_family = "/huggingface/" in item.nodeid
     for parameter, value in parameters.items():
         if isinstance(value, str) and (value in _CHECKPOINTS or (of_family and parameter == "name")):
             return [value]
     return []
+
+
+def rows_of_run(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
+    """Return the values of some parameters in the rows of a fixture's module that this run has."""
+    of_module = [item for item in request.session.items if item.path == request.path]
+    rows = [row.callspec.params for row in of_module if isinstance(row, pytest.Function) and hasattr(row, "callspec")]
+    return {tuple(row[name] for name in parameters) for row in rows if row.keys() >= set(parameters)}

@@ -19,6 +19,7 @@ from tests.harness.checkouts import installed_is_before
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import differing
 from tests.harness.layouts import Layout
+from tests.harness.thorough import rows_of_run
 
 LAYOUTS = [Layout(2, 2, 4), Layout(1, 1, 2), Layout(4, 1, 4), Layout(1, 4, 4)]
 LAST_LEARNING_RATE = 0.0009816326530612245  # of the fourth step, the same in all
@@ -60,14 +61,20 @@ def fits(name: str, layout: Layout) -> bool:
 CASES = [(layout, name) for layout in LAYOUTS for name in FORMATS if fits(name, layout)]
 
 
-# The other two layouts have tensor parallelism, and pipeline stages, too.
-ROWS = [pytest.param(*case, marks=[pytest.mark.nightly] if case[0] in LAYOUTS[1:3] else []) for case in CASES]
+def is_daily(layout: Layout, name: str) -> bool:
+    """Whether the test command has this layout for the fixture: with tensor parallelism, or with four stages."""
+    first = list(FORMATS).index(name) % 2
+    return layout == next(one for one in (LAYOUTS[0], LAYOUTS[3], LAYOUTS[0])[first:] if fits(name, one))
+
+
+ROWS = [pytest.param(*case, marks=[] if is_daily(*case) else [pytest.mark.nightly]) for case in CASES]
 Loaded = Callable[[Layout], tuple[Path, Outcomes]]
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Gives the folder of the dumps of a layout, and what the ranks report."""
+    needed = rows_of_run(request, "layout", "name")
 
     @functools.cache
     def of_layout(layout: Layout) -> tuple[Path, Outcomes]:
@@ -75,7 +82,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
         cases = [
             Case(name, fixture_named(name).run, arguments, model=model, dump=folder / name)
             for name, (model, arguments) in FORMATS.items()
-            if (layout, name) in CASES
+            if (layout, name) in needed
         ]
         return folder, load_all(folder / "job", layout, cases, are_rehearsed=True)
 

@@ -6,6 +6,7 @@ and legacy files.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import LEGACY, OFF, SAVED, differing
 from tests.harness.layouts import SEQUENCE, Layout
 from tests.harness.models import LLAMA, experts
+from tests.harness.thorough import rows_of_run
 from tests.harness.turns import Results, Turn, run_in_turn
 
 NO_RANDOM_STATE = ["--no-load-rng"]
@@ -72,15 +74,23 @@ TORCH_DIST: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 # With this package, which reads for Megatron: a gated model, experts, whole optimizers, in fp32 as well.
 FAST = ("p02", "p09", "p41", "p42")
+DAILY = ("p02", "p08b", "p42", "p44", "p47")
+
+
+def rows(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.nightly]) for name in names]
 
 
 @pytest.fixture(scope="module", params=EITHER)
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder, turns, fast = tmp_path_factory.mktemp("stock"), [], []
+    needed = rows_of_run(request, "fixture", "resumed")
     target = mcore_ckpt_ext.TorchDist(
         megatron_version=full_version() if request.param else metadata.version("megatron-core")
     )
     for name, (layout, options) in TORCH_DIST.items():
+        if (name, request.param) not in needed:
+            continue
         source = fixture_named(name)
         mcore_ckpt_ext.convert(source.run, folder / f"{name} run", target)
         layout = replace(layout, vocabulary=source.job["args"]["padded_vocab_size"])
@@ -93,7 +103,7 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run_in_turn(folder, fast + turns, of_checkout=request.param)
 
 
-@pytest.mark.parametrize("fixture", FAST)
+@pytest.mark.parametrize("fixture", rows(FAST))
 def test_fast_load_agrees_with_stock(fixture: str, resumed: Results) -> None:
     fast, stock = resumed.job(f"{fixture} fast"), resumed.job(fixture)
     (line,) = fast.said
@@ -104,7 +114,7 @@ def test_fast_load_agrees_with_stock(fixture: str, resumed: Results) -> None:
     assert differing(expected, loaded) == []
 
 
-@pytest.mark.parametrize("fixture", TORCH_DIST)
+@pytest.mark.parametrize("fixture", rows(TORCH_DIST))
 def test_torch_dist_in_stock_megatron(fixture: str, resumed: Results) -> None:
     if {"muon", "dist_muon"} & set(TORCH_DIST[fixture][1].get("optimizer", ())):
         pytest.importorskip("emerging_optimizers", reason="the extra `test` installs it")

@@ -19,7 +19,7 @@ from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
 from tests.harness.kills import KINDS, assert_survives_kills
 
-KILLS = 5
+KILLS = 3
 
 
 @pytest.mark.thorough
