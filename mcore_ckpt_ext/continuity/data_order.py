@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of, indivisible_sizes, sizes_to_come
 from mcore_ckpt_ext.continuity.cyclic import CYCLIC, HISTORY, ReadingLayout, as_argument, history_of
+from mcore_ckpt_ext.continuity.data_set import (
+    Blend,
+    Tokens,
+    effect_of_size,
+    is_shuffled,
+    may_have_weights,
+    samples_built_for,
+    training_share,
+)
 from mcore_ckpt_ext.continuity.energon import EXTERNAL, loader_changes, redistribution, saves_loader_states
 from mcore_ckpt_ext.continuity.order_change import (
     CHANGES,
@@ -40,6 +49,7 @@ class Determinant:
         source: where it was read, in core_v0.7.0 to 0.19.2 and the development head of August 2026 unless it says more.
         verdict: the verdict if it differs.
         loaders: the loaders for which it matters.
+        applies: returns False for a job for which it does not matter.
     """
 
     arguments: tuple[str, ...]
@@ -48,12 +58,14 @@ class Determinant:
     source: str
     verdict: str = CHANGES
     loaders: tuple[str, ...] = (_SINGLE, CYCLIC)
+    applies: Callable[[JobArguments], bool] = lambda job: True
 
 
 DETERMINANTS = (
     Determinant(("dataloader_type",), "the loader", "another loader reads in another order", _SAMPLERS,
                 loaders=(_SINGLE, CYCLIC, EXTERNAL)),
-    Determinant(("seed",), "the seed", "the data set is shuffled otherwise", _GPT),
+    Determinant(("seed",), "the seed", "the data set is shuffled otherwise", _GPT,
+                applies=is_shuffled),
     Determinant(("seq_length",), "the length of a sample", "documents are cut otherwise, and a sample is another one",
                 _GPT),
     Determinant(("split",), "the split", "training has other documents", _BLEND),
@@ -65,7 +77,8 @@ DETERMINANTS = (
     Determinant(("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path"), "the blend",
                 "the file may mix the data sets otherwise", f"{_BLEND}; megatron/training/utils.py", UNKNOWN),
     Determinant(("mid_level_dataset_surplus",), "the surplus of data sets in a blend",
-                "as for the number of samples", f"{_BLEND}; 0.16 and later", UNKNOWN),
+                "as for the number of samples", f"{_BLEND}; 0.16 and later", UNKNOWN,
+                applies=may_have_weights),
     Determinant(("phase_transition_iterations",), "the phases", "the position is counted from another iteration",
                 "megatron/training/training.py, `build_train_valid_test_data_loaders`; 0.16 and later"),
 )  # fmt: skip
@@ -92,15 +105,21 @@ def order_in_another_loop(written: JobArguments, running: JobArguments) -> DataO
     )
 
 
-def data_order(written: JobArguments, running: JobArguments, samples: int | None = None) -> DataOrder:
+def data_order(
+    written: JobArguments,
+    running: JobArguments,
+    samples: int | None = None,
+    tokens: Tokens = lambda path, share: None,
+) -> DataOrder:
     """Return whether a job reads on in the order of the job that saved the checkpoint.
 
     Args:
         written: the arguments of the job that saved the checkpoint.
         running: the arguments of the job that resumes it.
         samples: the samples of the data set, which no checkpoint records; None if they are unknown.
+        tokens: returns the tokens of a data set of the job.
     """
-    changes = tuple(_changes(written, running, samples))
+    changes = tuple(_changes(written, running, samples, tokens))
     verdicts = {change.verdict for change in changes}
     note = _note(written, running, samples) if written.is_complete and not verdicts else ""
     counts = _counts_of(changes, written, running, samples)
@@ -129,7 +148,7 @@ def data_description(job: JobArguments) -> dict[str, str]:
         return {}
     loader = _loader(job)
     layout = ReadingLayout.of(job)
-    built_for = _samples_built_for(job)
+    built_for = samples_built_for(job)
     is_sharded = layout is not None and layout.is_sharded
     sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
     words = {"loader": f"{loader}{sharding}" if is_of_megatron else loader_in_words(job)}
@@ -159,20 +178,22 @@ def _consumed_samples(written: JobArguments) -> int | None:
     return consumed
 
 
-def _changes(written: JobArguments, running: JobArguments, samples: int | None) -> Iterator[OrderChange]:
+def _changes(
+    written: JobArguments, running: JobArguments, samples: int | None, tokens: Tokens
+) -> Iterator[OrderChange]:
     if not (written.is_complete and written.is_set("dataloader_type")):
         yield from changes_by_layout(written, running, samples)
         if loop_of(written) == BRIDGE:
-            yield from _changes_of_samples_built_for(written, running)
+            yield from _changes_of_samples_built_for(written, running, tokens)
         return
     loaders = {_loader(written), _loader(running)}
     for row in DETERMINANTS:
-        if loaders & set(row.loaders):
+        if loaders & set(row.loaders) and row.applies(running):
             yield from _differences(row, written, running)
     if EXTERNAL in loaders:
         yield from _changes_of_external(written, running)
         return
-    yield from _changes_of_samples_built_for(written, running)
+    yield from _changes_of_samples_built_for(written, running, tokens)
     if CYCLIC in loaders and running.phase_transition_iterations and len(history_of(written, running)) > 1:
         yield OrderChange(
             "--dataloader-type cyclic with --phase-transition-iterations",
@@ -240,6 +261,7 @@ def _differences(row: Determinant, written: JobArguments, running: JobArguments)
         if old != new:
             flag = f"--{name.replace('_', '-')}"
             is_other_blend = name.endswith("data_path") and _weights_and_names(old) != _weights_and_names(new)
+            old, new = (_loader(job) if name == "dataloader_type" else job.raw.get(name) for job in (written, running))
             yield OrderChange(
                 f"{flag} was {_text(old)}, is {_text(new)}", row.effect, row.source, f"{flag} {_text(old)}",
                 CHANGES if is_other_blend else row.verdict,
@@ -247,48 +269,45 @@ def _differences(row: Determinant, written: JobArguments, running: JobArguments)
 
 
 def _comparable(name: str, job: JobArguments) -> Any:
+    """Return an argument's value, the same for two that Megatron does not distinguish."""
     value = job.raw.get(name)
     if name == "dataloader_type":
         return _loader(job)
+    if name == "split" and isinstance(value, str):
+        return training_share(value)
+    if name.endswith("data_path") and value:
+        return Blend.of(value)
     return [str(part) for part in value] if isinstance(value, (list, tuple)) else value or None
 
 
-def _weights_and_names(blend: Any) -> list[str]:
-    """Return the weights of a blend, if it has any, and the names of its data sets.
-
-    Source: `get_blend_from_list` (megatron/core/datasets/utils.py, core_v0.16.1 and the development head of August
-    2026): paths alone, or weights and paths in turn.
-    """
-    return [word.rpartition("/")[2] for word in (blend if isinstance(blend, list) else [str(blend)])]
+def _weights_and_names(blend: Blend | None) -> Any:
+    return blend and (blend.weights, blend.names)
 
 
 def _text(value: Any) -> str:
-    return "not set" if value is None else shorten(" ".join(value) if isinstance(value, list) else str(value), 60)
+    if isinstance(value, (list, tuple)):
+        value = " ".join(map(str, value))
+    return shorten(str(value), 60) if value else "not set"
 
 
-def _samples_built_for(job: JobArguments) -> int | None:
-    """Return the number of samples that a job's data set is built for.
-
-    Source: `get_train_valid_test_num_samples`, megatron/training/training.py, core_v0.7.0 to 0.19.2.
-    """
-    if job.train_samples:
-        return job.train_samples
-    return job.train_iters * job.global_batch_size if job.train_iters and job.global_batch_size else None
-
-
-def _changes_of_samples_built_for(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
-    """Yield a change of the samples that a data set is built for, and perhaps of its passes."""
-    old = _samples_built_for(written)
-    new = _samples_built_for(running)
-    if old is not None and new is not None and old != new:
+def _changes_of_samples_built_for(
+    written: JobArguments, running: JobArguments, tokens: Tokens
+) -> Iterator[OrderChange]:
+    """Yield a change of the samples that a data set is built for, if its order may depend on it."""
+    old = samples_built_for(written)
+    new = samples_built_for(running)
+    if old is None or new is None or old == new:
+        return
+    verdict, why = effect_of_size(running, old, new, tokens)
+    if verdict != SAME_ORDER:
         yield OrderChange(
             f"the data set is built for {quantity(new, 'sample')}, before for {old:,}",
-            "the order is the same only if both take as many passes over its documents",
+            why,
             f"{_GPT}; megatron/training/training.py, `get_train_valid_test_num_samples`",
             f"--train-samples {old}"
             if running.train_samples
             else f"a number of iterations with {quantity(old, 'sample')}",
-            UNKNOWN,
+            verdict,
         )
 
 

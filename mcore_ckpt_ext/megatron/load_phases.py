@@ -11,6 +11,7 @@ from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
+from mcore_ckpt_ext.megatron.data_index import tokens_of
 from mcore_ckpt_ext.megatron.decision_phases import ASSESSMENT, PARAMETER_ORDER, AssessedResume
 from mcore_ckpt_ext.megatron.energon_states import SavedStates, add_loader_states
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
@@ -138,7 +139,8 @@ def _account_data(resume: MegatronResume) -> _Account | None:
         written = session.checkpoint.job.arguments()
     except CheckpointError:
         return None  # what cannot be read is refused when the loader is decided
-    order, states = add_loader_states(data_order(written, resume.running), written, resume.running, session.folder.name)
+    order = data_order(written, resume.running, tokens=tokens_of)
+    order, states = add_loader_states(order, written, resume.running, session.folder.name)
     check_required_order(order, resume.arguments, session.folder)
     return order, states, followed_history(written, resume.running), has_other_grid(written, resume.running)
 

@@ -124,6 +124,41 @@ def test_a_ramp_that_the_release_ignores_is_named() -> None:
         assert not data_order(before, now).is_remarkable
 
 
+_WEIGHTED = ["0.3", "/data/a", "0.7", "/data/b"]
+
+
+@pytest.mark.parametrize(
+    ("written", "changes"),
+    [
+        ({"data_path": _WEIGHTED}, {"data_path": ["3", "/data/a", "7.0", "/data/b"]}),
+        ({"split": "969, 30, 1"}, {"split": "969,30,1"}),
+        ({"split": "90,10,0"}, {"split": "0.9,0.05,0.05"}),
+        ({"sft": True}, {"seed": 7}),
+        ({"sft": True}, {"train_iters": 2000}),
+        ({"data_path": ["/data/a", "/data/b", "/data/c"]}, {"train_iters": 2000}),
+        ({"data_path": ["/data/a"], "mid_level_dataset_surplus": 0.005}, {"mid_level_dataset_surplus": 0.5}),
+    ],
+)
+def test_what_megatron_does_not_distinguish_keeps_the_order(written: dict[str, Any], changes: dict[str, Any]) -> None:
+    """The genuine data sets of 0.19.2 read the same samples in all of these."""
+    order = _account(changes, **written)
+    assert (order.verdict, order.is_remarkable) == (SAME_ORDER, False)
+
+
+@pytest.mark.parametrize("written", [{"sft": True}, {"data_path": _WEIGHTED}, {"data_path": ["/data/a", "/data/b"]}])
+def test_a_random_sampler_draws_from_as_many_samples_as_a_blend_has(written: dict[str, Any]) -> None:
+    """They are as many as the data set is built for, so that another number is another order, in one pass as well."""
+    order = _account({"train_iters": 2000}, dataloader_type="cyclic", **written)
+    assert order.verdict == (UNKNOWN if written == {"data_path": ["/data/a", "/data/b"]} else CHANGES)
+    assert "the random sampler draws from another number of samples" in order.sentence
+
+
+@pytest.mark.parametrize("split", ["", "0,0,0", "a", ".", "1..2"])
+def test_a_split_that_megatron_refuses_is_compared_as_it_is(split: str) -> None:
+    assert _account({"split": "99,1,0"}, split=split).verdict == CHANGES
+    assert _account({}, split=split).goes_on
+
+
 @pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
 def test_a_blend_without_weights_may_only_lie_in_another_place(names: list[str]) -> None:
     """Paths alone are a blend, too: under other folders they may be the same, in another order they are not."""
