@@ -12,12 +12,12 @@ from mcore_ckpt_ext.continuity.data_set import (
     Blend,
     Tokens,
     effect_of_size,
-    is_shuffled,
     may_have_weights,
     samples_built_for,
     training_share,
 )
 from mcore_ckpt_ext.continuity.energon import EXTERNAL, loader_changes, redistribution, saves_loader_states
+from mcore_ckpt_ext.continuity.features import is_tuned
 from mcore_ckpt_ext.continuity.order_change import (
     CHANGES,
     EACH_ONCE,
@@ -65,7 +65,7 @@ DETERMINANTS = (
     Determinant(("dataloader_type",), "the loader", "another loader reads in another order", _SAMPLERS,
                 loaders=(_SINGLE, CYCLIC, EXTERNAL)),
     Determinant(("seed",), "the seed", "the data set is shuffled otherwise", _GPT,
-                applies=is_shuffled),
+                applies=lambda job: not is_tuned(job)),
     Determinant(("seq_length",), "the length of a sample", "documents are cut otherwise, and a sample is another one",
                 _GPT),
     Determinant(("split",), "the split", "training has other documents", _BLEND),

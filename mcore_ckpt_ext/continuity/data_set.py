@@ -1,4 +1,4 @@
-"""The data set of a job by its arguments: its blend, its split, and what depends on the number of its samples.
+"""The data set of a job: its blend, its split, and what depends on the number of its samples.
 
 A data set is built for a number of samples. Megatron shuffles the documents of as many passes as these need, and the
 last pass apart from the others if little of it is needed: the order is the same for two numbers if both give the same
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.continuity.cyclic import CYCLIC
+from mcore_ckpt_ext.continuity.features import is_tuned
 from mcore_ckpt_ext.continuity.order_change import CHANGES, SAME_ORDER, UNKNOWN
 from mcore_ckpt_ext.errors import quantity
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -108,11 +109,6 @@ def training_blend(job: JobArguments) -> Blend | None:
     return blend if len(blend.paths) > 1 else Blend(None, blend.paths)
 
 
-def is_shuffled(job: JobArguments) -> bool:
-    """Return False for the data sets of `--sft`, which Megatron reads as they are."""
-    return not job.raw.get("sft")
-
-
 def may_have_weights(job: JobArguments) -> bool:
     """Return False for a job whose data sets have no weights, for certain."""
     blend = training_blend(job)
@@ -140,12 +136,13 @@ def effect_of_size(job: JobArguments, old: int, new: int, tokens: Tokens) -> tup
     """
     blend = training_blend(job)
     joins_whole = blend is not None and blend.joins_whole
-    is_tuned = not is_shuffled(job)
-    if job.dataloader_type == CYCLIC and (is_tuned or (blend is not None and blend.weights)):
+    # The samples of `--sft` are read as they lie, from the first on, again and again.
+    is_read_in_place = is_tuned(job)
+    if job.dataloader_type == CYCLIC and (is_read_in_place or (blend is not None and blend.weights)):
         return CHANGES, _DRAWN
     if job.dataloader_type == CYCLIC and joins_whole:
         return UNKNOWN, f"{_DRAWN}, unless both are at least those of one pass"
-    if is_tuned or joins_whole:
+    if is_read_in_place or joins_whole:
         return SAME_ORDER, ""
     before, now = (_passes(job, blend, samples, tokens) for samples in (old, new))
     if blend is None or before is None or now is None:

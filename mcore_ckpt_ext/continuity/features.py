@@ -1,4 +1,4 @@
-"""Which jobs have a feature that `continuity.mathematics` lists."""
+"""Which jobs have a feature that `continuity.dependencies` lists."""
 
 from __future__ import annotations
 
@@ -36,9 +36,14 @@ def _balancing_types(job: JobArguments) -> list[str]:
     return types if job.num_experts else []
 
 
+def is_tuned(job: JobArguments) -> bool:
+    """Return True if the samples of a job are conversations, as `--sft` packs them."""
+    return bool(job.raw.get("sft"))
+
+
 def has_masks(job: JobArguments) -> bool:
     """Return True if samples may have different numbers of tokens in the loss."""
-    return job.dataloader_type == EXTERNAL or any(job.raw.get(name) for name in ("eod_mask_loss", "sft"))
+    return job.dataloader_type == EXTERNAL or is_tuned(job) or bool(job.raw.get("eod_mask_loss"))
 
 
 def averages_masked(job: JobArguments) -> bool:

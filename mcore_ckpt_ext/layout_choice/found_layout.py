@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from mcore_ckpt_ext.continuity.mathematics import Difference
+from mcore_ckpt_ext.continuity.dependencies import Difference
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.memory import Memory
 from mcore_ckpt_ext.layout_choice.model_table import StageHolding

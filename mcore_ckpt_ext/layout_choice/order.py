@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import log2
 
-from mcore_ckpt_ext.continuity.mathematics import Difference, is_same_training
+from mcore_ckpt_ext.continuity.dependencies import Difference
+from mcore_ckpt_ext.continuity.mathematics import is_same_training
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.found_layout import FoundLayout, SearchRequest

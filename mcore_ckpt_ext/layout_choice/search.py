@@ -9,7 +9,8 @@ from functools import cache
 from typing import NamedTuple
 
 from mcore_ckpt_ext.continuity.batch_sizes import batch_divisor
-from mcore_ckpt_ext.continuity.mathematics import Difference, differences
+from mcore_ckpt_ext.continuity.dependencies import Difference
+from mcore_ckpt_ext.continuity.mathematics import differences
 from mcore_ckpt_ext.continuity.sizes import sizes_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout

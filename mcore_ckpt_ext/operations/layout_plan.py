@@ -8,7 +8,8 @@ from math import prod
 
 from mcore_ckpt_ext.continuity.batch_sizes import run_by, with_stated_batch
 from mcore_ckpt_ext.continuity.data_order import data_order
-from mcore_ckpt_ext.continuity.mathematics import Difference, differences_of_jobs
+from mcore_ckpt_ext.continuity.dependencies import Difference
+from mcore_ckpt_ext.continuity.mathematics import differences_of_jobs
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable

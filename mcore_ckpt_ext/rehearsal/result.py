@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.continuity.mathematics import Difference
+from mcore_ckpt_ext.continuity.dependencies import Difference
 from mcore_ckpt_ext.continuity.order_change import DataOrder
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.operations.options import RehearsalOptions

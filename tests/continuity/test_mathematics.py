@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext.continuity.dependencies import BY_CHANCE, DEPENDENCIES
 from mcore_ckpt_ext.continuity.mathematics import (
-    BY_CHANCE,
-    DEPENDENCIES,
     SAME_TRAINING,
     differences_of_jobs,
     is_same_training,
@@ -56,6 +55,8 @@ def _changing(feature: dict[str, Any], version: Version = NEWEST) -> set[str]:
          {"micro batch"}),
         ({"eod_mask_loss": True}, {"micro batch", "CP"}),
         ({"eod_mask_loss": True, "calculate_per_token_loss": True}, set()),
+        ({"sft": True, "calculate_per_token_loss": True}, {"CP"}),
+        ({"fim_data": True}, set()),
         ({"mtp_num_layers": 1}, {"CP"}),
         ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, {"CP"}),
         ({"mtp_num_layers": 1, "calculate_per_token_loss": True, "eod_mask_loss": True}, {"micro batch", "CP"}),

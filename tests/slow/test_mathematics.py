@@ -13,6 +13,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,3 +213,38 @@ def test_the_program_shows_what_the_tests_do(tmp_path: Path, monkeypatch: pytest
     differences = dict(same_training.measured("experts, aux_loss", tmp_path))
     assert differences["same"] == 0.0
     assert differences["micro batch 2"] == pytest.approx(2.4e-3, rel=0.05)
+
+
+class _WordTokenizer:
+    """One token for each word, of which the loss leaves out the first two."""
+
+    eod, pad = 1, 0
+
+    def tokenize_conversation(self, conversation: Any, **options: bool) -> tuple[Any, Any]:
+        tokens = torch.tensor([int(word) for turn in conversation for word in turn["content"].split()])
+        return tokens, torch.cat([torch.full((2,), -100), tokens[2:]])
+
+
+@pytest.mark.parametrize(("lengths", "is_cut"), [((11, 9, 7, 5, 13, 11, 7), True), ((11, 9, 7), False)])
+def test_conversations_that_fill_a_sample_are_cut_by_context_parallelism(
+    lengths: tuple[int, ...], is_cut: bool
+) -> None:
+    module: Any = importlib.import_module("megatron.training.datasets.sft_dataset")
+    packed = [
+        {"role": role, "content": " ".join(words)}
+        for length in lengths
+        for role, words in (("system", ["5", "6"]), ("user", [str(10 + number) for number in range(length - 2)]))
+    ]
+
+    def tokens_in_loss(context: int) -> int:
+        dataset = module.SFTDataset.__new__(module.SFTDataset)
+        dataset.dataset, dataset.indices = [packed], [0]
+        dataset.config = SimpleNamespace(
+            tokenizer=_WordTokenizer(), sequence_length=64, context_parallel_size=context, reset_position_ids=False,
+            reset_attention_mask=False, create_attention_mask=False,
+        )  # fmt: skip
+        return int(dataset[0]["loss_mask"].sum())
+
+    assert tokens_in_loss(1) == sum(lengths) - 2 * len(lengths)
+    assert (tokens_in_loss(2) < tokens_in_loss(1)) is is_cut
+    assert (tokens_in_loss(1), tokens_in_loss(2)) == (49, 41) or not is_cut
