@@ -92,12 +92,12 @@ def releases_between(first: Version, last: Version = NEWEST) -> list[Version]:
 FIRST_ARGUMENTS = (
     "tiktoken_pattern", "decoder_first_pipeline_num_layers", "num_distributed_optimizer_instances",
     "use_precision_aware_optimizer", "ddp_num_buckets", "pipeline_model_parallel_layout", "use_megatron_fsdp",
-    "quick_geglu", "linear_attention_freq", "dist_ckpt_workers", "cuda_graph_modules",
-    "ckpt_load_validate_sharding_integrity",
+    "quick_geglu", "linear_attention_freq", "dist_ckpt_workers", "cuda_graph_modules", "dsa_indexer_topk_freq",
 )  # fmt: skip
 """For each known release except the oldest, an argument that it introduced and every later one has.
 
-Compared in megatron/training/arguments.py of every release; a fork may have adopted one earlier.
+Compared in megatron/training/arguments.py of every release, and in the parsers of 0.16.1, 0.17.1, 0.18.2 and 0.19.2,
+which also have the fields of megatron/training/config; a fork may have adopted one earlier.
 """
 
 
@@ -323,7 +323,7 @@ PASSES_ON_INTERPOLATION = Capability(
     "passes --rotary-seq-len-interpolation-factor on to its model",
     "megatron/training/argument_utils.py, `gpt_config_from_args`; not gpt_builders.py of 0.16 to 0.18",
     since=Version(0, 19),
-    shown_by="ckpt_load_validate_sharding_integrity",
+    shown_by="gtp_weight_remat_size",
 )
 NORMALIZES_PLAIN_QUERIES = Capability(
     "fuses a norm into linear_q_proj, which a model without compressed queries does not have",

@@ -11,8 +11,12 @@ import pytest
 from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 
-from mcore_ckpt_ext import verify
+from mcore_ckpt_ext import open_checkpoint, verify
+from mcore_ckpt_ext.job import releases
+from mcore_ckpt_ext.job.releases import Capability
+from mcore_ckpt_ext.operations.inspection import inspect
 from tests.harness.cases import Case, Outcomes, load_all
+from tests.harness.checkouts import release_of
 from tests.harness.jobs import OFF, Job, copy_of, differing, resume, train_and_save
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
@@ -88,6 +92,16 @@ def outcomes(folder: Path, gpt: Job) -> Outcomes:
 def witness_of(outcomes: Outcomes, name: str) -> str:
     (line,) = outcomes[name][0]["lines"]
     return line.partition("placed by ")[2].partition(")")[0]
+
+
+def test_without_it_the_release_is_recognized(outcomes: Outcomes, folder: Path) -> None:
+    """By the arguments that the installed release really stores."""
+    assert outcomes["deleted"]
+    checkpoint = open_checkpoint(folder / "deleted")
+    release = release_of(checkout=False)
+    assert inspect(folder / "deleted").writer.version == f"{release.major}.{release.minor}"
+    for row in (row for row in vars(releases).values() if isinstance(row, Capability) and row.shown_by):
+        assert row.is_shown_by(checkpoint.job.arguments()) == row.is_of(release), row.what
 
 
 def test_it_is_used_first(outcomes: Outcomes) -> None:

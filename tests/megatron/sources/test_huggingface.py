@@ -98,7 +98,7 @@ def test_a_contradiction_is_named_with_what_would_be_right(name: str, value: Any
 def test_settings_without_a_flag_are_refused(tmp_path: Path) -> None:
     folder = described(tmp_path / "model", {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     assert "rotary_seq_len_interpolation_factor should be 2" in refusal(arguments(folder))
-    check_arguments(arguments(folder, ckpt_load_validate_sharding_integrity=True))  # passed on since 0.19
+    check_arguments(arguments(folder, gtp_weight_remat_size=1))  # passed on since 0.19
 
 
 @pytest.mark.parametrize(
