@@ -28,6 +28,7 @@ from mcore_ckpt_ext.continuity.features import (
 from mcore_ckpt_ext.continuity.sizes import (
     CONTEXT,
     DATA,
+    EXPERT_TENSOR,
     GLOBAL_BATCH,
     MICRO_BATCH,
     MICRO_BATCHES,
@@ -41,6 +42,7 @@ from mcore_ckpt_ext.job.releases import (
     AVERAGES_BY_CONTEXT_RANK,
     SCALES_BALANCE_BY_BATCH,
     SCALES_BALANCE_BY_RANK,
+    SEPARATES_DIVIDED_EXPERTS,
     WEIGHS_FURTHER_TOKENS,
 )
 from mcore_ckpt_ext.versions import Version
@@ -190,6 +192,15 @@ DEPENDENCIES = (
         "2.5e-2 of the loss or the gradient norm (coefficient 1, core_v0.16.1)",
         applies=lambda job: balances_per_token(job, ("seq_aux_loss",)),
         releases=SCALES_BALANCE_BY_BATCH.is_of,
+    ),
+    Dependency(
+        "--expert-tensor-parallel-size other than that of tensors, without expert parallelism",
+        (EXPERT_TENSOR,),
+        "the gradients of experts are reduced as if they were divided like other tensors, so that they are wrong",
+        DEFECT,
+        "megatron/core/tensor_parallel/layers.py, `allreduce`",
+        "4.3e-4 of the loss of the fourth iteration (TP2 x ETP1, bf16, 0.18.2)",
+        releases=lambda version: not SEPARATES_DIVIDED_EXPERTS.is_of(version),
     ),
     Dependency(
         "--moe-expert-capacity-factor",

@@ -15,6 +15,7 @@ CONTEXT = "context parallel size"
 DATA = "data parallel size"
 PIPELINE = "pipeline size"
 VOCABULARY = "rows of the vocabulary"
+EXPERT_TENSOR = "expert tensor parallel size without expert parallelism"
 
 
 def sizes_of_job(job: JobArguments, consumed: int = 0) -> dict[str, float | None]:
@@ -50,6 +51,7 @@ def sizes_of(
     data = sizes["data"]
     tensor = sizes["tensor"]
     context = sizes["context"]
+    unknown = layout.unknown & {"tensor", "expert", "expert_tensor"}
     shards = None if tensor is None or context is None else context * (tensor if divides_sequence else 1)
     return {
         MICRO_BATCH: micro_batch,
@@ -61,4 +63,5 @@ def sizes_of(
         DATA: data,
         PIPELINE: sizes["pipeline"],
         VOCABULARY: rows,
+        EXPERT_TENSOR: None if unknown else layout.tensor / layout.expert_tensor if layout.divides_experts_alone else 1,
     }

@@ -96,9 +96,18 @@ class ParallelLayout:
         """True if experts have gradient buffers, data-parallel ranks and an optimizer of their own.
 
         Source: `use_expert_pgs` (megatron/core/tensor_parallel/layers.py and extensions/transformer_engine.py,
-        core_v0.19.0 to 0.19.2); before, with expert parallelism alone (`allreduce`, core_v0.7.0 to 0.18.0).
+        core_v0.19.0 to 0.19.2); before, with expert parallelism alone (`allreduce`, core_v0.7.0 to 0.18.2).
         """
         return self.expert > 1 or self.expert_tensor != self.tensor
+
+    @property
+    def divides_experts_alone(self) -> bool:
+        """True if ETP is not TP, without expert parallelism.
+
+        Up to core_v0.18.2, the gradients of such experts are reduced with all others, among ranks that have other parts
+        of them, or not among those that have the same (`allreduce`, core_v0.7.0 to 0.18.2; see `separates_experts`).
+        """
+        return self.expert == 1 and self.expert_tensor != self.tensor
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each dimension by name; 1 for unknown ones."""

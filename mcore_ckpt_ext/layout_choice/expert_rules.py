@@ -35,14 +35,12 @@ def check_expert_biases(choice: Choice) -> str | None:
 
 
 def check_expert_tensor(choice: Choice) -> str | None:
-    """Without expert parallelism, ETP is TP up to core_v0.18.0.
+    """Without expert parallelism, ETP is TP up to core_v0.18.2.
 
-    There, the gradients of experts are reduced with all others (`allreduce`,
-    megatron/core/tensor_parallel/layers.py, extensions/transformer_engine.py, core_v0.7.0 to 0.18.0), among ranks that
-    have other parts of them: nothing refuses it, and the weights are mixed up.
+    Nothing refuses another, and the weights are mixed up or drift apart: see `ParallelLayout.divides_experts_alone`.
     """
     layout = choice.layout
-    if layout.expert > 1 or layout.expert_tensor == layout.tensor or SEPARATES_DIVIDED_EXPERTS.is_of(choice.version):
+    if not layout.divides_experts_alone or SEPARATES_DIVIDED_EXPERTS.is_of(choice.version):
         return None
     return f"without expert parallelism, ETP {layout.expert_tensor} has to be TP {layout.tensor} before Megatron 0.19"
 

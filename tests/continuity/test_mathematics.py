@@ -91,6 +91,17 @@ def test_defects_are_those_of_their_releases() -> None:
     assert _changing(predicting, Version(0, 16)) == set()
 
 
+@pytest.mark.parametrize(("expert", "expert_tensor", "minor"), [(1, 1, 18), (1, 2, 18), (2, 1, 18), (1, 1, 19)])
+def test_experts_that_are_divided_otherwise_without_expert_parallelism(
+    expert: int, expert_tensor: int, minor: int
+) -> None:
+    """Up to 0.18.2 their gradients are reduced like those of other tensors: genuine losses drift apart."""
+    job = JobArguments.of({**_BASE, **_EXPERTS})
+    layout = {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": expert_tensor}
+    found = differences_of_jobs(job, job.replace(**_TP2, **layout), Version(0, minor))
+    assert [one.kind for one in found] == ["defect"] * ((expert, expert_tensor, minor) == (1, 1, 18))
+
+
 @pytest.mark.parametrize(
     "feature",
     [
