@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy
 
-_HEADER = struct.Struct("<9sQBQQ")
+_HEADER = "<9sQBQQ"
 _MAGIC = b"MMIDIDX\x00\x00"
 
 
@@ -26,12 +26,13 @@ def tokens_of(path: str, share: float) -> int | None:
         share: the share of the sequences that training has.
     """
     index = Path(f"{path}.idx")
+    size = struct.calcsize(_HEADER)
     try:
         with index.open("rb") as file:
-            magic, version, _, sequences, documents = _HEADER.unpack(file.read(_HEADER.size))
+            magic, version, _, sequences, documents = struct.unpack(_HEADER, file.read(size))
         if (magic, version, documents) != (_MAGIC, 1, sequences + 1):
             return None
-        lengths = numpy.memmap(index, numpy.int32, "r", _HEADER.size, (sequences,))
+        lengths = numpy.memmap(index, numpy.int32, "r", size, (sequences,))
     except (OSError, ValueError, OverflowError, struct.error):
         return None
     return int(numpy.sum(lengths[: round(share * float(sequences))], dtype=numpy.int64))
