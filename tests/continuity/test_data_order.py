@@ -140,7 +140,7 @@ _WEIGHTED = ["0.3", "/data/a", "0.7", "/data/b"]
     ],
 )
 def test_what_megatron_does_not_distinguish_keeps_the_order(written: dict[str, Any], changes: dict[str, Any]) -> None:
-    """The genuine data sets of 0.19.2 read the same samples in all of these."""
+    """The builder of 0.19.2 gave the same samples for such blends and splits; `SFTDataset` was read in its source."""
     order = _account(changes, **written)
     assert (order.verdict, order.is_remarkable) == (SAME_ORDER, False)
 

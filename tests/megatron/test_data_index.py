@@ -50,12 +50,11 @@ def _job(blend: list[str], split: str, samples: int, **more: Any) -> JobArgument
     )  # fmt: skip
 
 
-def _read(blend: list[str], split: str, samples: int, folder: Path) -> list[list[int]]:
+def _read(blend: list[str], split: str, samples: int) -> list[list[int]]:
     """The samples of training by the genuine builder."""
     config = GPTDatasetConfig(
         random_seed=7, sequence_length=_LENGTH, blend=get_blend_from_list(blend), split=split, tokenizer=_Tokenizer(),
-        path_to_cache=str(folder / "cache"), reset_position_ids=False, reset_attention_mask=False,
-        eod_mask_loss=False, create_attention_mask=False,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
     )  # fmt: skip
     train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 1, 1], lambda: True, config).build()
     return [train[number]["tokens"].tolist() for number in range(min(samples, len(train)))]
@@ -74,7 +73,7 @@ def test_the_verdict_is_what_the_genuine_data_sets_read(
     folder: Path, blend: list[str], split: str, sizes: tuple[int, ...]
 ) -> None:
     paths = [str(folder / word) if word.isalpha() else word for word in blend]
-    read = {samples: _read(paths, split, samples, folder) for samples in sizes}
+    read = {samples: _read(paths, split, samples) for samples in sizes}
     verdicts = set()
     for few, many in combinations(sizes, 2):
         jobs = [_job(paths, split, samples) for samples in (few, many)]
