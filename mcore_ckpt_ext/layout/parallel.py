@@ -98,7 +98,7 @@ class ParallelLayout:
         Source: `use_expert_pgs` (megatron/core/tensor_parallel/layers.py and extensions/transformer_engine.py,
         core_v0.19.0 to 0.19.2); before, with expert parallelism alone (`allreduce`, core_v0.7.0 to 0.18.2).
         """
-        return self.expert > 1 or self.expert_tensor != self.tensor
+        return self.expert > 1 or self.divides_experts_alone
 
     @property
     def divides_experts_alone(self) -> bool:
