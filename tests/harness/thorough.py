@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +15,9 @@ from tests.harness.checkpoints import FIXTURES
 _FEW = _KEPT = 8
 # A `thorough` test of more than two rows keeps every third in these folders, where a row takes seconds.
 _FEW_THOROUGH, _KEPT_THOROUGH = 2, 3
-_OF_SECONDS = ("cli", "colossalai", "formats", "huggingface", "megatron/sources", "operations")
-_TESTS = Path(__file__).parents[1]
+_OF_SECONDS = tuple(
+    f"tests/{folder}/" for folder in ("cli", "colossalai", "formats", "huggingface", "megatron/sources", "operations")
+)
 _CHECKPOINTS = {form for name in FIXTURES for form in (name, name.partition("_")[0])}
 
 
@@ -26,8 +26,7 @@ def mark_rows(items: Sequence[pytest.Item]) -> None:
     _mark_subjects(items)
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        folder = item.path.parent.relative_to(_TESTS).as_posix()
-        if folder.startswith(_OF_SECONDS) and hasattr(item, "callspec") and _is_daily(item):
+        if item.nodeid.startswith(_OF_SECONDS) and _parameters(item) and not item.get_closest_marker("nightly"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for rows in tests.values():
         if len(rows) > _FEW_THOROUGH and all(row.get_closest_marker("thorough") for row in rows):
@@ -36,15 +35,11 @@ def mark_rows(items: Sequence[pytest.Item]) -> None:
                     row.add_marker("nightly")
 
 
-def _is_daily(item: pytest.Item) -> bool:
-    return item.get_closest_marker("nightly") is None
-
-
-def _mark_subjects(items: Iterable[pytest.Item]) -> None:
+def _mark_subjects(items: Sequence[pytest.Item]) -> None:
     tests: defaultdict[str, dict[str, list[pytest.Item]]] = defaultdict(dict)
     for item in items:
-        for name in _subjects(item):
-            tests[item.nodeid.partition("[")[0]].setdefault(name, []).append(item)
+        if subject := _subject(item):
+            tests[item.nodeid.partition("[")[0]].setdefault(subject, []).append(item)
     for rows in tests.values():
         if len(rows) <= _FEW:
             continue
@@ -54,20 +49,23 @@ def _mark_subjects(items: Iterable[pytest.Item]) -> None:
                 row.add_marker("nightly")
 
 
-def _subjects(item: pytest.Item) -> Iterable[str]:
+def _subject(item: pytest.Item) -> str | None:
     """Return the checkpoint or the model family of a row; a job of many rows costs little more than of a few."""
     if "/jobs/" in item.nodeid:
-        return []
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        return None
     of_family = "/huggingface/" in item.nodeid
-    for parameter, value in parameters.items():
+    for parameter, value in _parameters(item).items():
         if isinstance(value, str) and (value in _CHECKPOINTS or (of_family and parameter == "name")):
-            return [value]
-    return []
+            return value
+    return None
+
+
+def _parameters(item: pytest.Item) -> Mapping[str, Any]:
+    """Return the values of a row by parameter; none for a test that is no row."""
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
 def rows_of_run(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
     """Return the values of some parameters in the rows of a fixture's module that this run has."""
-    of_module = [item for item in request.session.items if item.path == request.path]
-    rows = [row.callspec.params for row in of_module if isinstance(row, pytest.Function) and hasattr(row, "callspec")]
+    rows = [_parameters(item) for item in request.session.items if item.path == request.path]
     return {tuple(row[name] for name in parameters) for row in rows if row.keys() >= set(parameters)}
