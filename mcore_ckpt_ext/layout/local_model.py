@@ -103,6 +103,14 @@ class LocalModels:
         return LocalModels(left, self.arguments, self.layout, self.has_expert_optimizer, self._layers)
 
     @property
+    def mixes_experts(self) -> bool:
+        """True if Megatron mixed parts of experts, or trained copies of them apart.
+
+        See `ParallelLayout.divides_experts_alone`.
+        """
+        return self.layout.divides_experts_alone and not self.has_expert_optimizer and bool(self._expert_of)
+
+    @property
     def ties_embeddings(self) -> bool:
         """True if the output layer is the word embedding (`--untie-embeddings-and-output-weights` is off)."""
         return not self.arguments.untie_embeddings_and_output_weights

@@ -184,8 +184,15 @@ class FlatBuffers(OptimizerState):
         """Return the packing of one group, recovered on first use.
 
         Raises:
-            PackingError: no packing can be verified.
+            PackingError: no packing can be verified, or it does not have all experts.
         """
+        if self.models.mixes_experts:
+            raise PackingError(
+                "the optimizer does not have every expert once: before 0.19, Megatron mixes parts of experts, or "
+                "trains copies of them apart, where ETP is not TP and there is no expert parallelism",
+                found=str(self.models.layout),
+                hint="go on with the weights alone: --no-load-optim, under a layout where ETP is TP",
+            )
         if self._recover(group).discovered:
             # An unknown order is the same everywhere; damage affects one place.
             packings = [self._recover(other).packing for other in self.groups.values()]
