@@ -8,13 +8,17 @@ from typing import Any
 
 from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of, indivisible_sizes, sizes_to_come
 from mcore_ckpt_ext.continuity.cyclic import CYCLIC, HISTORY, ReadingLayout, as_argument, history_of
+from mcore_ckpt_ext.continuity.data_files import BLEND, BLEND_FILES, values_or_contents
 from mcore_ckpt_ext.continuity.data_set import (
     Blend,
     Tokens,
+    changed_sizes,
+    comparable,
     effect_of_size,
+    is_same_blend,
+    keeps_blend,
     may_have_weights,
     samples_built_for,
-    training_share,
 )
 from mcore_ckpt_ext.continuity.energon import EXTERNAL, loader_changes, redistribution, saves_loader_states
 from mcore_ckpt_ext.continuity.features import is_tuned
@@ -36,6 +40,7 @@ _SINGLE = "single"
 _SAMPLERS = "megatron/training/datasets/data_samplers.py, until 0.15 megatron/legacy/data/data_samplers.py"
 _GPT = "megatron/core/datasets/gpt_dataset.py, `GPTDataset._build_document_sample_shuffle_indices`"
 _BLEND = "megatron/core/datasets/blended_megatron_dataset_builder.py"
+_MIXED = "the data sets are mixed otherwise"
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,9 @@ DETERMINANTS = (
     Determinant(("mock_data", "sft", "fim_data"), "the kind of data set", "it is another data set",
                 "pretrain_gpt.py, `train_valid_test_datasets_provider`"),
     Determinant(("data_path", "train_data_path"), "the blend",
-                "the data sets are mixed otherwise, unless they only lie in another place",
+                f"{_MIXED}, unless they only lie in another place",
                 f"{_BLEND}; megatron/core/datasets/blended_dataset.py", UNKNOWN),
-    Determinant(("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path"), "the blend",
+    Determinant((*BLEND_FILES, "per_dataset_sequences_path"), "the blend",
                 "the file may mix the data sets otherwise", f"{_BLEND}; megatron/training/utils.py", UNKNOWN),
     Determinant(("mid_level_dataset_surplus",), "the surplus of data sets in a blend",
                 "as for the number of samples", f"{_BLEND}; 0.16 and later", UNKNOWN,
@@ -193,6 +198,7 @@ def _changes(
     if EXTERNAL in loaders:
         yield from _changes_of_external(written, running)
         return
+    yield from _changes_of_sizes(written, running)
     yield from _changes_of_samples_built_for(written, running, tokens)
     if CYCLIC in loaders and running.phase_transition_iterations and len(history_of(written, running)) > 1:
         yield OrderChange(
@@ -255,33 +261,29 @@ def _counts_by_layout(written: JobArguments, running: JobArguments, samples: int
 def _differences(row: Determinant, written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield the arguments of a row that differ, and that both jobs have."""
     for name in row.arguments:
-        if not (written.is_set(name) and running.is_set(name)):
+        if not (written.is_set(name) and running.is_set(name)) or (name in BLEND and keeps_blend(written, running)):
             continue
-        old, new = (_comparable(name, job) for job in (written, running))
-        if old != new:
-            flag = f"--{name.replace('_', '-')}"
-            is_other_blend = name.endswith("data_path") and _weights_and_names(old) != _weights_and_names(new)
-            old, new = (_loader(job) if name == "dataloader_type" else job.raw.get(name) for job in (written, running))
-            yield OrderChange(
-                f"{flag} was {_text(old)}, is {_text(new)}", row.effect, row.source, f"{flag} {_text(old)}",
-                CHANGES if is_other_blend else row.verdict,
-            )  # fmt: skip
+        is_loader = name == "dataloader_type"
+        values = (_loader(written), _loader(running)) if is_loader else values_or_contents(name, written, running)
+        old, new = (comparable(name, value) for value in values)
+        if old == new:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        is_mixed = (name.endswith("data_path") or isinstance(old, Blend)) and not is_same_blend(old, new)
+        was, is_now = map(_text, values)
+        yield OrderChange(
+            f"{flag} was {was}, is {is_now}", _MIXED if is_mixed else row.effect, row.source, f"{flag} {was}",
+            CHANGES if is_mixed else row.verdict,
+        )  # fmt: skip
 
 
-def _comparable(name: str, job: JobArguments) -> Any:
-    """Return an argument's value, the same for two that Megatron does not distinguish."""
-    value = job.raw.get(name)
-    if name == "dataloader_type":
-        return _loader(job)
-    if name == "split" and isinstance(value, str):
-        return training_share(value)
-    if name.endswith("data_path") and value:
-        return Blend.of(value)
-    return [str(part) for part in value] if isinstance(value, (list, tuple)) else value or None
-
-
-def _weights_and_names(blend: Blend | None) -> Any:
-    return blend and (blend.weights, blend.names)
+def _changes_of_sizes(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+    """Yield the data sets whose files have changed since the last job began."""
+    for path, old, new in changed_sizes(written, running):
+        yield OrderChange(
+            f"{path} has {quantity(new, 'byte')}, before {old:,}", "its documents are others, and their order",
+            "megatron/core/datasets/indexed_dataset.py", "the files with which the job began",
+        )  # fmt: skip
 
 
 def _text(value: Any) -> str:

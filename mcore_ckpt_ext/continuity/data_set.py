@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_ckpt_ext.continuity.cyclic import CYCLIC
+from mcore_ckpt_ext.continuity.data_files import BLEND_FILES, DataFiles, have_same_sizes
 from mcore_ckpt_ext.continuity.features import is_tuned
 from mcore_ckpt_ext.continuity.order_change import CHANGES, SAME_ORDER, UNKNOWN
 from mcore_ckpt_ext.errors import quantity
@@ -97,16 +99,55 @@ def training_share(split: str) -> float | str:
 
 
 def training_blend(job: JobArguments) -> Blend | None:
-    """Return the blend that a job trains on; None if its flags do not say it.
+    """Return the blend that a job trains on; None if neither its flags nor a recorded file say it.
 
-    Megatron ignores the weight of the only path of `--train-data-path`.
+    Megatron ignores the weight of the only path of `--train-data-path`, and of a file for each split.
     """
-    if words := job.raw.get("data_path"):
+    recorded = DataFiles.of(job).words
+    if words := job.raw.get("data_path") or (job.raw.get("data_args_path") and recorded):
         return Blend.of(words)
-    if not (words := job.raw.get("train_data_path")):
+    if not (words := job.raw.get("train_data_path") or recorded):
         return None
     blend = Blend.of(words)
     return blend if len(blend.paths) > 1 else Blend(None, blend.paths)
+
+
+def comparable(name: str, value: Any) -> Any:
+    """Return the value of an argument, the same for two that Megatron does not distinguish."""
+    if name == "split" and isinstance(value, str):
+        return training_share(value)
+    if value and (name.endswith("data_path") or (name in BLEND_FILES and not isinstance(value, str))):
+        return Blend.of(value)
+    return [str(part) for part in value] if isinstance(value, (list, tuple)) else value or None
+
+
+def is_same_blend(old: object, new: object) -> bool:
+    """Return whether two blends mix data sets of the same names in the same way, wherever these lie."""
+    if not isinstance(old, Blend) or not isinstance(new, Blend):
+        return False
+    return (old.weights, old.names) == (new.weights, new.names)
+
+
+def keeps_blend(written: JobArguments, running: JobArguments) -> bool:
+    """Return whether two jobs are known to have the same blend, whichever flag or file says so."""
+    old, new = training_blend(written), training_blend(running)
+    if old is None or new is None or not is_same_blend(old, new) or _names_splits(written) != _names_splits(running):
+        return False
+    return old.paths == new.paths or have_same_sizes(written, running)
+
+
+def _names_splits(job: JobArguments) -> bool:
+    """Return whether a job names data sets for each split, so that training has all of their documents."""
+    return not (job.raw.get("data_path") or job.raw.get("data_args_path"))
+
+
+def changed_sizes(written: JobArguments, running: JobArguments) -> Iterator[tuple[str, int, int]]:
+    """Yield the path of each data set whose size differs between two jobs, and both sizes in bytes."""
+    old, new = DataFiles.of(written).sizes, DataFiles.of(running).sizes
+    blend = training_blend(running)
+    if blend is None or not is_same_blend(training_blend(written), blend) or len(old) != len(new):
+        return
+    yield from ((path, was, now) for path, was, now in zip(blend.paths, old, new, strict=False) if was != now)
 
 
 def may_have_weights(job: JobArguments) -> bool:

@@ -1,18 +1,24 @@
-"""Counts the tokens of a data set in its index, the file `.idx` that Megatron's preprocessing writes."""
+"""Reads the files of a job's data set: the blend, the sizes, and the tokens in an index."""
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy
+
+from mcore_ckpt_ext.continuity.data_files import RECORD, DataFiles
+from mcore_ckpt_ext.continuity.data_set import training_blend
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 _HEADER = "<9sQBQQ"
 _MAGIC = b"MMIDIDX\x00\x00"
 
 
 def tokens_of(path: str, share: float) -> int | None:
-    """Return the tokens of the first share of a data set's sequences; None without an index.
+    """Return the tokens of the first share of a data set's sequences; None without an index (`.idx`).
 
     Documents of several sequences, into which `--split-sentences` divides them, are those of BERT, whose data sets are
     shuffled by another rule (`MaskedWordPieceDataset`, megatron/core/datasets/masked_dataset.py): they are not counted.
@@ -36,3 +42,48 @@ def tokens_of(path: str, share: float) -> int | None:
     except (OSError, ValueError, OverflowError, struct.error):
         return None
     return int(numpy.sum(lengths[: round(share * float(sequences))], dtype=numpy.int64))
+
+
+def record_data_files(arguments: Any) -> None:
+    """Record the content of the data set's files in the arguments that Megatron saves, on the first rank.
+
+    Args:
+        arguments: Megatron's arguments at the start of a job.
+    """
+    if getattr(arguments, "rank", 0) != 0:
+        return
+    words = _blend_in_file(arguments)
+    of_blend = {name: getattr(arguments, name, None) for name in ("data_path", "train_data_path", "data_args_path")}
+    blend = training_blend(JobArguments.of({**of_blend, RECORD: DataFiles(words).as_argument()}))
+    sizes = [_size_of(path) for path in (blend.paths if blend else ())]
+    known = tuple(size for size in sizes if size is not None)
+    files = DataFiles(words, known if len(known) == len(sizes) else ())
+    if words or files.sizes:
+        setattr(arguments, RECORD, files.as_argument())
+
+
+def _blend_in_file(arguments: Any) -> tuple[str, ...]:
+    """Return the words for training in the file that names the blend; empty without one that can be read.
+
+    Source: `get_blend_and_blend_per_split`, megatron/training/utils.py, core_v0.12.0 to 0.19.2.
+    """
+    try:
+        if path := getattr(arguments, "data_args_path", None):
+            return tuple(Path(path).read_text().split())
+        if path := getattr(arguments, "per_split_data_args_path", None):
+            words = json.loads(Path(path).read_text())["train"]
+            return tuple(words.split() if isinstance(words, str) else map(str, words))
+    except (OSError, ValueError, TypeError, LookupError):  # Megatron refuses it; or it lies in an object store
+        pass
+    return ()
+
+
+def _size_of(path: str) -> int | None:
+    """Return the bytes of a data set, with its index; None without such files, as in an object store."""
+    try:
+        file = Path(path)
+        if file.is_file():  # the conversations of `--sft`
+            return file.stat().st_size
+        return sum(Path(f"{path}{ending}").stat().st_size for ending in (".bin", ".idx"))
+    except (OSError, ValueError):
+        return None

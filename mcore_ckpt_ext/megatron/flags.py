@@ -27,6 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.job.releases import NEEDS_PERSISTENT_WORKER
+from mcore_ckpt_ext.megatron.data_index import record_data_files
 from mcore_ckpt_ext.megatron.huggingface_export import check_export
 from mcore_ckpt_ext.megatron.running_version import version_text
 from mcore_ckpt_ext.megatron.sources.huggingface import check_arguments
@@ -106,6 +107,7 @@ def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Argu
         result = original(args, *positional, **keywords)
         check_arguments(args)
         check_export(args)
+        record_data_files(args)
         return result
 
     return validate_args

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext.continuity.data_files import RECORD, DataFiles
 from mcore_ckpt_ext.continuity.data_order import DETERMINANTS, data_order
 from mcore_ckpt_ext.continuity.order_change import CHANGES, SAME_ORDER, UNKNOWN
 from mcore_ckpt_ext.job.arguments.table import ROWS
@@ -167,6 +168,46 @@ def test_a_blend_without_weights_may_only_lie_in_another_place(names: list[str])
     assert (moved.verdict, "only lie in another" in moved.sentence) == (UNKNOWN, True)
     other = _account({"data_path": [f"/new/other_{name}" for name in names]}, data_path=old)
     assert other.verdict == CHANGES
+
+
+def _files(words: list[str], sizes: list[int]) -> dict[str, Any]:
+    return {RECORD: DataFiles(tuple(words), tuple(sizes)).as_argument()}
+
+
+_OF_FILE: dict[str, Any] = {"data_path": None, "data_args_path": "blend.txt", "per_split_data_args_path": None}
+_MIXED = ["0.3", "/data/a", "0.7", "/data/b"]
+_MOVED = ["0.3", "/new/a", "0.7", "/new/b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "text"),
+    [
+        ({}, SAME_ORDER, ""),
+        (_files(["3", "/data/a", "7", "/data/b"], [10, 20]), SAME_ORDER, ""),
+        (_files(_MOVED, [10, 20]), SAME_ORDER, ""),
+        (_files(_MOVED, []), UNKNOWN, "otherwise"),
+        (_files(["0.5", "/data/a", "0.5", "/data/b"], [10, 20]), CHANGES,
+         "--data-args-path was 0.3 /data/a 0.7 /data/b, is 0.5 /data/a 0.5 /data/b: the data sets are mixed otherwise"),
+        (_files(_MIXED, [10, 1021]), CHANGES, "(/data/b has 1,021 bytes, before 20: its documents are others"),
+        (_files(_MIXED, [10, 21]) | {"data_args_path": "other.txt"}, CHANGES, "/data/b has 21 bytes, before 20"),
+        (_files(_MIXED, [10, 20]) | {"data_args_path": "other.txt"}, SAME_ORDER, ""),
+        ({RECORD: {"words": 3, "sizes": ["10"]}, "data_args_path": "other.txt"}, UNKNOWN, "the file may mix"),
+        ({RECORD: None}, SAME_ORDER, ""),
+        (_files([], [10, 20]) | {"data_args_path": None, "data_path": _MIXED}, SAME_ORDER, ""),
+        (_files([], [10, 20]) | {"data_args_path": None, "data_path": _MOVED}, SAME_ORDER, ""),
+        (_files(_MIXED, [10, 20]) | {"data_args_path": None, "per_split_data_args_path": "splits.json"}, UNKNOWN,
+         "the file may mix"),
+    ],
+)  # fmt: skip
+def test_what_the_files_contained_is_compared(changes: dict[str, Any], verdict: str, text: str) -> None:
+    order = _account(changes, **_OF_FILE, **_files(_MIXED, [10, 20]))
+    assert order.verdict == verdict
+    assert text in order.sentence
+
+
+def test_data_sets_of_the_same_sizes_only_lie_in_another_place() -> None:
+    order = _account({"data_path": _MOVED}, data_path=_MIXED, **_files([], [10, 20]))
+    assert order.verdict == SAME_ORDER
 
 
 def test_every_determinant_is_an_argument_with_a_source() -> None:

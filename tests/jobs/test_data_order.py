@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from megatron_on_cpu import launch
+from megatron_on_cpu.toy_jobs import tiny_gpt
 
 from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED
 from tests.harness.layouts import BATCH, Layout
@@ -82,3 +84,22 @@ def test_another_order_is_said_and_refused_if_the_user_requires_the_same(results
     assert refused.returncode != 0
     assert "the data does not go on in the same order" in refused.output
     assert "hint: --seed 1234" in refused.output
+
+
+@pytest.mark.nightly
+def test_a_changed_blend_in_the_same_file_is_said(tmp_path: Path) -> None:
+    """The toy script reads mock data whatever the flags are; the file is read at the start of a job."""
+    blend, run = tmp_path / "blend.txt", tmp_path / "run"
+
+    def said(words: str, **options: object) -> list[str]:
+        blend.write_text(words)
+        arguments = tiny_gpt(1, 1, more=("--data-args-path", str(blend), "--override-opt_param-scheduler"), **options)
+        arguments.remove("--mock-data")
+        result = launch.run(1, launch.TRAIN_GPT, arguments, timeout=120)
+        assert result.returncode == 0, result.output
+        return [line for line in result.output.splitlines() if "data: goes on" in line]
+
+    assert said("0.3 a 0.7 b", iterations=SAVED, save=run) == []
+    assert said("3 a 7 b", iterations=SAVED, load=run) == []
+    (line,) = said("0.5 a 0.5 b", iterations=SAVED, load=run)
+    assert "another order (--data-args-path was 0.3 a 0.7 b, is 0.5 a 0.5 b: the data sets are mixed otherwise)" in line

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -14,10 +16,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
 
+from mcore_ckpt_ext.continuity.data_files import RECORD, DataFiles
 from mcore_ckpt_ext.continuity.data_order import data_order
 from mcore_ckpt_ext.continuity.order_change import CHANGES, SAME_ORDER, UNKNOWN
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.megatron.data_index import tokens_of
+from mcore_ckpt_ext.megatron.data_index import record_data_files, tokens_of
 
 _LENGTH = 8
 
@@ -108,3 +111,41 @@ def test_where_the_tokens_are_not_known_the_order_is_unknown(folder: Path, tmp_p
 def test_data_sets_of_other_models_are_shuffled_by_other_rules(folder: Path) -> None:
     jobs = [_job([str(folder / "a")], "100,0,0", samples, decoder_seq_length=_LENGTH) for samples in (40, 60)]
     assert data_order(*jobs, tokens=tokens_of).verdict == UNKNOWN
+
+
+def _recorded(**arguments: Any) -> DataFiles:
+    namespace = SimpleNamespace(**{"rank": 0, **arguments})
+    record_data_files(namespace)
+    return DataFiles.of(JobArguments.of(vars(namespace)))
+
+
+def test_what_the_files_contain_is_recorded(folder: Path, tmp_path: Path) -> None:
+    a, b, blend, splits = (str(path) for path in (folder / "a", folder / "b", tmp_path / "blend", tmp_path / "splits"))
+    sizes = tuple(sum(Path(path + ending).stat().st_size for ending in (".bin", ".idx")) for path in (a, b))
+    words = ("0.3", a, "0.7", b)
+    Path(blend).write_text(f"0.3 {a}\n0.7 {b}\n")
+    Path(splits).write_text(json.dumps({"train": list(words), "valid": [a], "test": [a]}))
+    assert _recorded(data_path=list(words)) == DataFiles((), sizes)
+    assert _recorded(train_data_path=[a]) == DataFiles((), sizes[:1])
+    assert _recorded(data_args_path=blend) == DataFiles(words, sizes)
+    assert _recorded(per_split_data_args_path=splits) == DataFiles(words, sizes)
+    conversations = tmp_path / "conversations.jsonl"
+    conversations.write_text("{}\n")
+    assert _recorded(data_path=[str(conversations)], sft=True) == DataFiles((), (3,))
+
+
+def test_what_cannot_be_read_is_not_recorded(folder: Path, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    (tmp_path / "broken").write_text("[]")
+    for arguments in (
+        {},
+        {"rank": 1, "data_path": [str(folder / "a")]},
+        {"data_path": [str(folder / "a"), missing]},
+        {"data_path": ["s3://bucket/a"]},
+        {"data_args_path": missing},
+        {"data_args_path": "s3://bucket/blend"},
+        {"per_split_data_args_path": str(tmp_path / "broken")},
+    ):
+        namespace = SimpleNamespace(**{"rank": 0, **arguments})
+        record_data_files(namespace)
+        assert not hasattr(namespace, RECORD), arguments
