@@ -54,7 +54,7 @@ def values_or_contents(name: str, written: JobArguments, running: JobArguments) 
 
 def have_same_sizes(written: JobArguments, running: JobArguments) -> bool:
     """Return whether the data sets of two jobs are known to have the same sizes."""
-    old, new = DataFiles.of(written).sizes, DataFiles.of(running).sizes
+    old, new = (DataFiles.of(job).sizes for job in (written, running))
     return bool(old) and old == new
 
 

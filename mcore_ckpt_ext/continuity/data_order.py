@@ -280,10 +280,8 @@ def _differences(row: Determinant, written: JobArguments, running: JobArguments)
 def _changes_of_sizes(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield the data sets whose files have changed since the last job began."""
     for path, old, new in changed_sizes(written, running):
-        yield OrderChange(
-            f"{path} has {quantity(new, 'byte')}, before {old:,}", "its documents are others, and their order",
-            "megatron/core/datasets/indexed_dataset.py", "the files with which the job began",
-        )  # fmt: skip
+        difference = f"{path} has {quantity(new, 'byte')}, before {old:,}"
+        yield OrderChange(difference, "its documents are others, and their order", hint="the files with which the job began")
 
 
 def _text(value: Any) -> str:

@@ -130,7 +130,7 @@ def is_same_blend(old: object, new: object) -> bool:
 
 def keeps_blend(written: JobArguments, running: JobArguments) -> bool:
     """Return whether two jobs are known to have the same blend, whichever flag or file says so."""
-    old, new = training_blend(written), training_blend(running)
+    old, new = (training_blend(job) for job in (written, running))
     if old is None or new is None or not is_same_blend(old, new) or _names_splits(written) != _names_splits(running):
         return False
     return old.paths == new.paths or have_same_sizes(written, running)
@@ -143,7 +143,7 @@ def _names_splits(job: JobArguments) -> bool:
 
 def changed_sizes(written: JobArguments, running: JobArguments) -> Iterator[tuple[str, int, int]]:
     """Yield the path of each data set whose size differs between two jobs, and both sizes in bytes."""
-    old, new = DataFiles.of(written).sizes, DataFiles.of(running).sizes
+    old, new = (DataFiles.of(job).sizes for job in (written, running))
     blend = training_blend(running)
     if blend is None or not is_same_blend(training_blend(written), blend) or len(old) != len(new):
         return

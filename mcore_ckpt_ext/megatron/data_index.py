@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,8 @@ def record_data_files(arguments: Any) -> None:
     words = _blend_in_file(arguments)
     of_blend = {name: getattr(arguments, name, None) for name in ("data_path", "train_data_path", "data_args_path")}
     blend = training_blend(JobArguments.of({**of_blend, RECORD: DataFiles(words).as_argument()}))
-    sizes = [_size_of(path) for path in (blend.paths if blend else ())]
-    known = tuple(size for size in sizes if size is not None)
-    files = DataFiles(words, known if len(known) == len(sizes) else ())
-    if words or files.sizes:
+    files = DataFiles(words, _sizes_of(blend.paths if blend else ()))
+    if files != DataFiles():
         setattr(arguments, RECORD, files.as_argument())
 
 
@@ -78,12 +77,15 @@ def _blend_in_file(arguments: Any) -> tuple[str, ...]:
     return ()
 
 
-def _size_of(path: str) -> int | None:
-    """Return the bytes of a data set, with its index; None without such files, as in an object store."""
+def _sizes_of(paths: Sequence[str]) -> tuple[int, ...]:
+    """Return the bytes of each data set, with its index; empty if any has no files (an object store)."""
     try:
-        file = Path(path)
-        if file.is_file():  # the conversations of `--sft`
-            return file.stat().st_size
-        return sum(Path(f"{path}{ending}").stat().st_size for ending in (".bin", ".idx"))
+        return tuple(_size_of(path) for path in paths)
     except (OSError, ValueError):
-        return None
+        return ()
+
+
+def _size_of(path: str) -> int:
+    if (conversations := Path(path)).is_file():  # those of `--sft`
+        return conversations.stat().st_size
+    return sum(Path(f"{path}{ending}").stat().st_size for ending in (".bin", ".idx"))
