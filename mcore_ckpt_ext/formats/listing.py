@@ -56,6 +56,8 @@ class Listing:
         unread: files that are damaged or of an unsupported type.
         files: the expected number of tensor files.
         dtypes: which dtypes were compared with which; empty if no file declares dtypes.
+        has_signed_scales: whether scales may be negative, as those of AutoRound (`quant_tensor_sym`,
+            auto_round/data_type/int.py, commit b9f3d007).
         described: tensors whose name and shape were compared with the configuration.
     """
 
@@ -67,6 +69,7 @@ class Listing:
     unread: set[str] = field(default_factory=set)
     files: int = 0
     dtypes: str = ""
+    has_signed_scales: bool = False
     described: set[str] = field(default_factory=set)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from math import prod
+from math import inf, prod
 
 from mcore_ckpt_ext.errors import ContentError, quantity
 from mcore_ckpt_ext.formats.accounts import Account
@@ -39,6 +39,7 @@ from mcore_ckpt_ext.transfer import Transfer
 
 _CHECKS: dict[About, str] = {"files": COMPLETE, "tensors": COVERED, "dtypes": DTYPES, "scales": SCALES}
 _NO_MODEL = "no supported model describes its name and shape"
+_NOT_READ = "its type is not supported"
 _NOT_A_NUMBER = 255
 """NaN in an exponent of two in a byte (E8M0, OCP Microscaling Formats 1.0)."""
 
@@ -65,8 +66,9 @@ def listed_bytes(listing: Listing) -> int:
 def account_without_model(listing: Listing) -> Account:
     """Return the account of a folder of an unknown model: only described tensors have known shapes."""
     left = [tensor for tensor in listing if tensor.name not in listing.described]
-    unread = tuple(UnreadState(tensor.name, WEIGHT, _bytes_of(tensor), _NO_MODEL) for tensor in left)
-    return Account(by_form=len(listing.tensors) - len(left), not_looked_at=unread)
+    unread = [UnreadState(tensor.name, WEIGHT, _bytes_of(tensor), _NO_MODEL) for tensor in left]
+    files = [UnreadState(file, WEIGHT, listing.reader.size(file), _NOT_READ) for file in sorted(listing.unread)]
+    return Account(by_form=len(listing.tensors) - len(left), not_looked_at=(*files, *unread))
 
 
 def check_stored_tensors(
@@ -159,6 +161,7 @@ class _ElementCheck:
         self._reader = listing.reader.past_cache()
         self._advance = advance
         self._digest_tensors = digest_tensors
+        self._lowest_scale = -inf if listing.has_signed_scales else 0
         self._transfer = Transfer(self._reader, workers=1)
         self._memory = BlockMemory()
 
@@ -207,7 +210,7 @@ class _ElementCheck:
             if whole is not None:
                 whole.add(block)
             count_values("", block, tally)
-            wrong_scales += _wrong_scales(block) if tensor.is_scale else 0
+            wrong_scales += _wrong_scales(block, self._lowest_scale) if tensor.is_scale else 0
             self._advance(len(data))
         findings: list[Finding] = []
         if expected is not None and crc != expected:
@@ -221,8 +224,8 @@ class _ElementCheck:
         return findings
 
 
-def _wrong_scales(block: torch.Tensor) -> int:
+def _wrong_scales(block: torch.Tensor, lowest: float) -> int:
     if block.dtype == torch.uint8:
         return int((block == _NOT_A_NUMBER).sum())
     values = block.float()
-    return int((~torch.isfinite(values) | (values < 0)).sum())
+    return int((~torch.isfinite(values) | (values < lowest)).sum())

@@ -239,6 +239,8 @@ def test_a_dtype_that_is_not_read_is_no_damage(folder: Path) -> None:
     (finding,) = found.findings
     assert (finding.severity, finding.check, finding.file) == ("warning", COMPLETE, SHARDS[0])
     assert "U16; not checked" in finding.what
+    assert found.account is not None
+    assert found.account.sentence.startswith(f"not looked at: {SHARDS[0]}, ")
 
 
 def quantized(folder: Path, scale: float) -> None:
@@ -265,6 +267,16 @@ def test_a_bad_scale_is_named(folder: Path, scale: float) -> None:
     quantized(folder, scale)
     (finding,) = scale_findings(mcore_ckpt_ext.verify(folder))
     assert (finding.severity, finding.where) == ("error", f"{QUERY}_scale_inv")
+
+
+def test_scales_of_other_quantizers_may_be_negative(folder: Path) -> None:
+    """AutoRound's are, in folders of GPTQ's form; one that is not a number is named."""
+    for scale in (-1.0, float("nan")):
+        quantized(folder, scale)
+        config = json.loads((folder / "config.json").read_text())
+        settings = {"quant_method": "gptq", "bits": 4}
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+        assert len(scale_findings(mcore_ckpt_ext.verify(folder))) == (scale != -1.0)
 
 
 def test_scales_of_another_shape_are_named(folder: Path) -> None:

@@ -182,7 +182,7 @@ def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: 
     try:
         dequantize(stored, config, listing.folder / below)
     except UnsupportedCheckpointError:
-        return
+        listing.has_signed_scales = True
     except UnreadableCheckpointError as problem:
         listing.add("scales", below, str(problem))
 
