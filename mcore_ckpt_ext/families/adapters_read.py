@@ -72,7 +72,8 @@ def adapters_read(
                 ]
             ),
             expected="lora_A and lora_B of linears of attention, dense MLPs and shared experts",
-            hint="pass the model that they were trained for: --weights FOLDER, or --merge FOLDER",
+            hint="pass the model that they were trained for: --weights FOLDER, or --merge FOLDER; if that is the one, "
+            "merge them with peft: PeftModel.merge_and_unload(), then save_pretrained",
         )
     return adapters, megatron_shapes
 

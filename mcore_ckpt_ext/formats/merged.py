@@ -81,6 +81,7 @@ def merged_view(
     notes = [
         *replaced_values(base.job.arguments(), passed),
         f"adapters are merged into {quantity(len(merged), 'weight')}, in fp32, and rounded once",
+        *adapters.composition.merge_notes,
         *about_norms(adapters, "this is"),
     ]
     return replace(

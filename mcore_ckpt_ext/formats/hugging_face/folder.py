@@ -52,8 +52,13 @@ def is_huggingface(folder: Path) -> bool:
 
 
 def is_peft(folder: Path) -> bool:
-    """Return whether a folder was written by peft: adapters without their model."""
-    return (folder / ADAPTER).is_file() and not (folder / CONFIG).exists()
+    """Return whether a folder was written by peft: adapters without their model.
+
+    The model's `config.json` may be among them. transformers loads a folder with both as one model
+    (`_BaseAutoModelClass.from_pretrained`, auto_factory.py, 5.23).
+    """
+    has_weights = any((folder / name).exists() for name in WEIGHT_FILES)
+    return (folder / ADAPTER).is_file() and not (has_weights and (folder / CONFIG).exists())
 
 
 def is_model(folder: Path) -> bool:
@@ -69,8 +74,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         UnreadableCheckpointError: it is missing or damaged.
         UnsupportedCheckpointError: the folder contains an adapter.
     """
-    if (folder / ADAPTER).exists():
+    if is_peft(folder):
         raise adapters_without_model(folder)
+    if (folder / ADAPTER).exists():
+        raise UnsupportedCheckpointError(
+            "this folder holds a model and an adapter (LoRA) for it, which transformers loads together",
+            found=f"{CONFIG} and {ADAPTER}",
+            where=str(folder),
+            hint="move adapter_config.json and adapter_model.safetensors to a folder of their own; to merge the two, "
+            "convert that with --merge MODEL --to hf",
+        )
     if not (folder / CONFIG).exists():
         raise UnreadableCheckpointError(
             "the folder has weights of a Hugging Face model, but no configuration",
@@ -87,7 +100,8 @@ def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
         "this folder holds an adapter (LoRA), not a model",
         found=ADAPTER,
         where=str(folder),
-        hint="pass the model that it was trained for: --weights FOLDER; or merge the two: --merge FOLDER",
+        hint="name the folder of the model that it was trained for, or pass it besides: --weights FOLDER; or merge the "
+        "two: convert with --merge FOLDER",
     )
 
 

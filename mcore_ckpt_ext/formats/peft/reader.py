@@ -40,7 +40,7 @@ from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.open_options import DEFAULT_OPTIONS, OpenOptions
 from mcore_ckpt_ext.formats.parts import Files
 from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES
-from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
+from mcore_ckpt_ext.formats.view import CheckpointView, Composition, OpenedFormat
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.json_text import read_json
 
@@ -135,6 +135,11 @@ class PeftCheckpoint(WeightsAlone):
         self._adapters: Adapters = adapters
         self._check_tensors(stored, shapes)
         self._weights = ModelSpaceWeights([(tensor, stored[tensor.name]) for tensor in self._once(stored)])
+
+    @cached_property
+    @override
+    def view(self) -> CheckpointView:
+        return replace(super().view, composition=Composition(merge_notes=self._other_base()))
 
     @cached_property
     @override
@@ -271,8 +276,12 @@ class PeftCheckpoint(WeightsAlone):
         return sorted(name for name in linears if _LAYER.sub("layers.", name) in kinds and name not in have)
 
     def _notices(self, view: CheckpointView) -> list[str]:
-        notices = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
+        adapters = f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"
+        return [adapters, *self._other_base()]
+
+    def _other_base(self) -> list[str]:
+        """Return a note if the adapters name a model of another name than the folder that was named."""
         base = self.config.get("base_model_name_or_path")
-        if base and PurePath(str(base)).name != self._base.name:
-            notices.append(f"they say that they were trained for {shorten(str(base))}, and {self._base} was named")
-        return notices
+        if not base or PurePath(str(base)).name == self._base.name:
+            return []
+        return [f"the adapters say that they were trained for {shorten(str(base))}, and {self._base} was named"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from mcore_ckpt_ext import HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.verification import verify
 from tests.harness.huggingface import tensors
 from tests.harness.peft import ALPHA, RANK, Tensors, adapter, peft_folder
 
@@ -98,6 +101,26 @@ def test_it_is_shown_with_its_model_and_requires_it(models: dict[str, Path], tmp
     assert inspect(there, weights=models["llama"]).format == "peft"
     names = open_checkpoint(there, weights=models["llama"]).names("weight")
     assert "decoder.layers.1.self_attention.linear_qkv.adapter.adapter_v.linear_out.weight" in names
+
+
+def test_a_config_of_the_model_may_lie_beside_it(models: dict[str, Path], tmp_path: Path) -> None:
+    there = peft_folder(tmp_path / "peft", of_queries_and_values())
+    convert(there, tmp_path / "alone", HuggingFace(), merge=models["llama"])
+    shutil.copy(models["llama"] / "config.json", there)
+    assert verify(there).sound
+    convert(there, tmp_path / "beside", HuggingFace(), merge=models["llama"])
+    assert compare(tmp_path / "alone", tmp_path / "beside").equal
+    shutil.copy(models["llama"] / "model.safetensors", there)
+    with pytest.raises(CheckpointError, match="a model and an adapter .* loads together.*to a folder of their own"):
+        convert(there, tmp_path / "both", HuggingFace())
+
+
+def test_another_model_than_they_name_is_reported(models: dict[str, Path], tmp_path: Path) -> None:
+    """The shapes of another model may be the same."""
+    there = peft_folder(tmp_path / "peft", of_queries_and_values(), base_model_name_or_path="someone/llama")
+    for name, count in (("llama", 0), ("mistral", 1)):
+        report = convert(there, tmp_path / name, HuggingFace(), merge=models[name])
+        assert len([note for note in report.notes if "trained for someone/llama, and " in note]) == count
 
 
 def without(end: str) -> Callable[[Tensors], Tensors]:
