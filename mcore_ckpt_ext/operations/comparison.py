@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -41,7 +41,7 @@ from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_name
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
 from mcore_ckpt_ext.operations.workers import Workers, map_shares
-from mcore_ckpt_ext.planning.array_location import ReorderedMatrix
+from mcore_ckpt_ext.planning.array_location import Extent, QuantizedMatrix, ReorderedMatrix
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 
@@ -145,6 +145,10 @@ def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataComparison]:
     if any(rounded):
         values = (f"{quantity(count, 'norm')}, when 1 is subtracted" if count else "nothing" for count in rounded)
         yield MetadataComparison("rounded before", *values)
+    decoded = [side.count_decoded() for side in sides]
+    if any(decoded):
+        values = (f"{quantity(count, 'weight')} with codes and scales" if count else "nothing" for count in decoded)
+        yield MetadataComparison("decoded before", *values)
     if a.lacks_moments or b.lacks_moments:
         moments = ("zero: saved before the first step" if side.lacks_moments else "stored" for side in sides)
         yield MetadataComparison("moments", *moments)
@@ -254,11 +258,18 @@ class _Side:
 
     def count_shifted(self) -> int:
         """Return the number of weights that are stored plus 1; in a coarse dtype they were rounded."""
-        extents = ([stored.extent for stored in self.source.stored_slices(WEIGHT, name)] for name in self.names(WEIGHT))
-        return sum(
-            any(isinstance(extent, ReorderedMatrix) and extent.shift for extent in extents_of_weight)
-            for extents_of_weight in extents
+        return self._count_weights(lambda extent: isinstance(extent, ReorderedMatrix) and bool(extent.shift))
+
+    def count_decoded(self) -> int:
+        """Return the number of weights that are stored quantized."""
+        return self._count_weights(
+            lambda extent: isinstance(extent.array if isinstance(extent, ReorderedMatrix) else extent, QuantizedMatrix)
         )
+
+    def _count_weights(self, is_one: Callable[[Extent], bool]) -> int:
+        """Return the number of weights of which an extent is one."""
+        names = self.names(WEIGHT)
+        return sum(any(is_one(stored.extent) for stored in self.source.stored_slices(WEIGHT, name)) for name in names)
 
     def read(self, kind: str, target: Slice) -> torch.Tensor:
         return read_slice(self.source, self.transfer, kind, target, allocate=self._memory.allocator(kind))

@@ -46,8 +46,9 @@ _DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-_DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
-_NOT_READ = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", "U32", "U64", "C64")
+# Exponents of two (E8M0) are read as their bytes: torch has their dtype since 2.7 only.
+_DTYPE_NAMES = {**{short: name for name, short in _DTYPES.items()}, "F8_E8M0": "uint8"}
+_NOT_READ = ("F4", "F6_E2M3", "F6_E3M2", "U16", "U32", "U64", "C64")
 """Other dtypes of the library, which are not supported (`Dtype`, safetensors/src/tensor.rs, 0.8)."""
 
 

@@ -188,3 +188,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         message = "have no scales" if (part, other) == (f"{name}_scale", None) else "NVFP4 weights do not match"
         with pytest.raises(UnreadableCheckpointError, match=message):
             open_checkpoint(tmp_path)
+    of_fp8 = {name: torch.ones(48, 32).to(FP8), f"{name}_scale": torch.tensor(0.5)}
+    save_file({**stored, **of_fp8}, tmp_path / "model.safetensors")
+    with pytest.raises(UnreadableCheckpointError, match=r"NVFP4 weights do not match.*\(48, 32\) in float8_e4m3fn"):
+        open_checkpoint(tmp_path)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
 from mcore_ckpt_ext.storage import scaled
 from mcore_ckpt_ext.storage.scaled import decode
@@ -23,7 +24,9 @@ COMPRESSED = {
     "quant_method": "compressed-tensors", "format": "float-quantized",
     "config_groups": {
         "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}},
+        "of_attention": {"weights": None},
     },
+    "transform_config": {}, "sparsity_config": {"format": "dense"},
 }  # fmt: skip
 
 
@@ -45,7 +48,9 @@ def quantize(folder: Path, how: str) -> dict[str, torch.Tensor]:
             stored[name] = expected[name] = tensor
             continue
         rows, columns = tensor.shape
-        height, width = {"channel": (1, columns), "rows": (1, columns), "tensor": (rows, columns)}.get(how, (8, 8))
+        height, width = {"channel": (1, columns), "rows": (1, columns), "blocks": (8, 8), "block": (8, 8)}.get(
+            how, (rows, columns)
+        )
         codes, scales = by_blocks(tensor, height, width)
         if how in ("blocks", "block"):
             stored[f"{name}_scale" + ("_inv" if how == "blocks" else "")] = scales
@@ -65,12 +70,13 @@ def quantize(folder: Path, how: str) -> dict[str, torch.Tensor]:
     if how == "block":
         compressed["config_groups"]["group_0"]["weights"]["block_structure"] = [8, 8]
     fbgemm = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
-    config["quantization_config"] = {"blocks": fp8, "rows": fbgemm}.get(how, compressed)
+    auto = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    config["quantization_config"] = {"blocks": fp8, "rows": fbgemm, "AutoFP8": auto}.get(how, compressed)
     (folder / "config.json").write_text(json.dumps(config))
     return expected
 
 
-@pytest.mark.parametrize("how", ["blocks", "block", "channel", "rows", "tensor"])
+@pytest.mark.parametrize("how", ["blocks", "block", "channel", "rows", "tensor", "AutoFP8"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_fp8(name: str, how: str, tmp_path: Path) -> None:
     make(name, tmp_path / "model", torch.bfloat16)
@@ -85,14 +91,76 @@ def test_fp8(name: str, how: str, tmp_path: Path) -> None:
         assert torch.equal(found[label], tensor), label
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
     assert report.bytes_written
+    compared = mcore_ckpt_ext.compare(tmp_path / "model", tmp_path / "back")
+    (decoded,) = (fact for fact in compared.facts if fact.what == "decoded before")
+    assert (compared.equal, "weights with codes and scales" in decoded.a, decoded.b) == (True, True, "nothing")
+    view = open_checkpoint(tmp_path / "model")
+    assert any("quantized, and decoded to the bfloat16" in note for note in view.format.notices(view))
 
 
-def test_codes_without_a_word_about_them(tmp_path: Path) -> None:
+def test_scales_that_are_exponents_of_two(tmp_path: Path) -> None:
+    """E8M0 in safetensors, which earlier releases stored as its bytes."""
+    make("llama", tmp_path / "model", torch.bfloat16)
+    quantize(tmp_path / "model", "blocks")
+    file = tmp_path / "model" / "model.safetensors"
+    stored, expected = load_file(file), dict[str, torch.Tensor]()
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        exponents = (stored[name].log2().ceil() + 127).to(torch.uint8)
+        stored[name] = exponents.view(torch.float8_e8m0fnu)
+        weight = name.removesuffix("_scale_inv")
+        expected[weight] = dequantized_blocks(stored[weight], torch.exp2(exponents.float() - 127))
+    save_file(stored, file)
+    assert verify(tmp_path / "model").sound
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    found = tensors(tmp_path / "back")
+    assert expected
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    stored[name].view(torch.uint8)[0, 0] = 255  # NaN
+    save_file(stored, file)
+    assert not verify(tmp_path / "model").sound
+
+
+def test_a_model_whose_cache_alone_is_quantized(tmp_path: Path) -> None:
+    """compressed-tensors then names no group of weights."""
+    make("llama", tmp_path / "model", torch.bfloat16)
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    scale = {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}
+    save_file({**before, **scale}, tmp_path / "model" / "model.safetensors")
+    settings = {**COMPRESSED, "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    declare(tmp_path / "model", settings)
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    found = tensors(tmp_path / "back")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+def declare(folder: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+@pytest.mark.parametrize("how", ["blocks", "channel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_scales_of_weights_that_are_no_codes_of_their_kind(how: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Multiplied by their scales, weights that are decoded already (or frozen for training) would be others."""
+    make("llama", tmp_path, torch.bfloat16)
+    expected = quantize(tmp_path, how)
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({**stored, name: expected[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnreadableCheckpointError, match=f"not quantized as config.json describes; found: {name} in"):
+        open_checkpoint(tmp_path)
+    assert not verify(tmp_path).sound
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_codes_without_a_word_about_them(dtype: torch.dtype, tmp_path: Path) -> None:
     make("llama", tmp_path / "model", torch.bfloat16)
     file = tmp_path / "model" / "model.safetensors"
     stored = load_file(file)
-    save_file({name: tensor.to(FP8) if "_proj" in name else tensor for name, tensor in stored.items()}, file)
-    with pytest.raises(UnsupportedCheckpointError, match="does not say how; found: model.* in float8_e4m3fn"):
+    save_file({name: tensor.to(dtype) if "_proj" in name else tensor for name, tensor in stored.items()}, file)
+    named = str(dtype).removeprefix("torch.")
+    with pytest.raises(UnsupportedCheckpointError, match=f"does not say how; found: model.* in {named}"):
         open_checkpoint(tmp_path / "model")
 
 
@@ -204,14 +272,17 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors .pack-quantized."),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "bitsandbytes;"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+         "compressed-tensors .transform_config."),
+        ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "compressed-tensors .sparsity_config."),
         (json.loads(json.dumps(COMPRESSED).replace("8", "4")), "compressed-tensors"),
         (json.loads(json.dumps(COMPRESSED).replace("channel", "group")), "compressed-tensors"),
     ],
 )  # fmt: skip
 def test_other_quantization_schemes_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     make("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    declare(tmp_path, settings)
     with pytest.raises(UnsupportedCheckpointError, match=f"found: {message}"):
         open_checkpoint(tmp_path)
 

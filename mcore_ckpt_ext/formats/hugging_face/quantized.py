@@ -1,16 +1,17 @@
 """Pairs the codes of quantized weights with their scales, in Hugging Face folders.
 
 It decodes fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`; compressed-tensors,
-`weight_scale`), each row (FBGEMM), or the whole matrix (compressed-tensors and ModelOpt), the 4-bit floats of gpt-oss
-(`_blocks` and `_scales`), and those of ModelOpt (NVFP4: `weight_scale` for 16 elements of a row, and `weight_scale_2`
-for the whole matrix). Sources: transformers/integrations/finegrained_fp8.py, fbgemm_fp8.py and mxfp4.py (5.23);
-compressed_tensors/quantization (0.12; `_process_quantization` of lifecycle/forward.py); modelopt/torch/export (0.47):
-`process_layer_quant_config` of quant_utils.py, unified_export_hf.py.
+`weight_scale`), each row (FBGEMM), or the whole matrix (compressed-tensors, ModelOpt, and AutoFP8, `weight_scale`), the
+4-bit floats of gpt-oss (`_blocks` and `_scales`), and those of ModelOpt (NVFP4: `weight_scale` for 16 elements of a
+row, and `weight_scale_2` for the whole matrix). Sources: transformers/integrations/finegrained_fp8.py, fbgemm_fp8.py
+and mxfp4.py (5.23); compressed_tensors/quantization (0.12; `_process_quantization` of lifecycle/forward.py);
+modelopt/torch/export (0.47): `process_layer_quant_config` of quant_utils.py, unified_export_hf.py; auto_fp8/quantize.py
+(AutoFP8, commit 505a7eda): `FP8StaticLinear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,6 +33,9 @@ _READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
 _MIXED = "MIXED_PRECISION"
 _OF_CACHE = "kv_cache_quant_algo"
 _COMMON = "_2"
+# Sections of compressed-tensors whose matrices are multiplied by others in the forward pass, or stored without zeros
+# (`TransformConfig`, `SparsityCompressionConfig`, commit ac8e2ba8).
+_OTHER_SECTIONS = ("transform_config", "sparsity_config")
 _NVFP4_BLOCK = 16
 # Scales of activations: inputs and outputs of layers, and the cache of attention.
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
@@ -68,9 +72,9 @@ def dequantize(
         UnreadableCheckpointError: codes have no scales, or scales of another shape.
     """
     where = str(folder)
-    pairing = _pairing(config, folder)
+    pairing = _pairing(stored, config, folder)
     if pairing is None:
-        _check_numbers(stored, where)
+        check_numbers({name: tensor for name, tensor in stored.items() if tensor.extent.dtype in _FP8}, where)
         return dict(stored), []
     dtype = str(config.get("dtype") or config.get("torch_dtype") or _DTYPES[0])
     dtype = dtype if dtype in _DTYPES else _DTYPES[0]
@@ -91,8 +95,8 @@ def dequantize(
         )
         if scaled_by is not None:
             whole = name.removesuffix("_blocks") if pairing.packed else name
-            if pairing.in_pairs and tensor.extent.dtype == _BYTE:
-                common = stored.get(name.removesuffix(pairing.codes) + pairing.scales + _COMMON)
+            common = stored.get(name.removesuffix(pairing.codes) + pairing.scales + _COMMON)
+            if pairing.in_pairs and (common is not None or tensor.extent.dtype == _BYTE):
                 tensors[whole] = _nvfp4(name, tensor, scaled_by, common, dtype, where)
             else:
                 tensors[whole] = _decode(name, tensor, scaled_by, pairing, dtype, where)
@@ -118,29 +122,33 @@ def quantization_of(config: Mapping[str, Any], folder: Path) -> Any:
     return {"quant_method": "modelopt"} if (folder / _MODEL_OPT).is_file() else None
 
 
-def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
-    """Return how the weights are quantized; None if they are not."""
+def _pairing(stored: Collection[str], config: Mapping[str, Any], folder: Path) -> _Pairing | None:
+    """Return how the weights with these names are quantized; None if they are not."""
     quantized = quantization_of(config, folder)
     where = str(folder)
     if not quantized:
         return None
     settings = quantized if isinstance(quantized, Mapping) else {}
-    method = settings.get("quant_method", quantized)
+    method = settings.get("quant_method", "without quant_method")
+    if settings.get("load_in_8bit") or settings.get("load_in_4bit"):  # the first releases named no method
+        method = "bitsandbytes"
     if method == "fp8":
-        return _Pairing(".weight", ".weight_scale_inv", _block("weight_block_size", settings, where))
+        block = _block("weight_block_size", settings, where)
+        is_inverse = block is not None or any(name.endswith(".weight_scale_inv") for name in stored)
+        return _Pairing(".weight", ".weight_scale_inv" if is_inverse else ".weight_scale", block)
     if method == "fbgemm_fp8":
         return _Pairing(".weight", ".weight_scale")
     if method == "mxfp4":
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
-    if method == "compressed-tensors" and (schemes := _fp8_schemes(settings)):
-        return _Pairing(".weight", ".weight_scale", _block("block_structure", schemes[0], where))
+    if method == "compressed-tensors" and (schemes := _fp8_schemes(settings)) is not None:
+        return _Pairing(".weight", ".weight_scale", _block("block_structure", schemes[0], where) if schemes else None)
     if method == "modelopt":
         _check_model_opt(settings, folder)
         return _Pairing(".weight", ".weight_scale", in_pairs=True)
-    kind = settings.get("format")
+    kind = next(_other_sections(settings), settings.get("format"))
     raise UnsupportedCheckpointError(
         "the model is quantized, and its weights cannot be converted without changing them",
-        found=f"{method} ({shorten(kind)})" if isinstance(kind, str) else method,
+        found=f"{shorten(str(method))} ({shorten(kind)})" if isinstance(kind, str) else shorten(str(method)),
         expected="fp8 (by blocks, rows or tensors), nvfp4, or mxfp4",
         where=f"{where}/{CONFIG}",
         hint="use the model's bf16 release, or dequantize it first",
@@ -185,7 +193,8 @@ def _nvfp4(
     rows = prod(shape[:-1])
     columns = shape[-1]
     fits = scales.shape == (*shape[:-1], columns // _NVFP4_BLOCK) and columns % _NVFP4_BLOCK == 0
-    if common is not None and fits and prod(common.shape) == 1 and scales.extent.dtype in _FP8:
+    are_codes = codes.extent.dtype == _BYTE and scales.extent.dtype in _FP8
+    if common is not None and fits and prod(common.shape) == 1 and are_codes:
         arrays = [_whole_array(part) for part in (codes, scales, common)]
         block = (1, _NVFP4_BLOCK)
         extent = QuantizedMatrix(arrays[0], arrays[1], rows, columns, block, dtype, packed=True, common_scale=arrays[2])
@@ -193,7 +202,8 @@ def _nvfp4(
     further = "no further scale" if common is None else f"a further scale {common.shape}"
     raise UnreadableCheckpointError(
         "the scales of NVFP4 weights do not match them",
-        found=f"scales {scales.shape} in {scales.extent.dtype}, and {further}, for codes {codes.shape}",
+        found=f"scales {scales.shape} in {scales.extent.dtype}, and {further}, "
+        f"for codes {codes.shape} in {codes.extent.dtype}",
         expected=f"an fp8 scale for each {_NVFP4_BLOCK} elements of a row, and one for the whole matrix",
         where=f"{where}: {name}",
         hint="the folder is damaged, or of another quantization: download it again",
@@ -228,13 +238,17 @@ def _block(key: str, settings: Mapping[str, Any], where: str) -> tuple[int, int]
     )
 
 
-def _fp8_schemes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schemes of weights; none if one is not fp8, or if their blocks differ in size."""
+def _fp8_schemes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Return the schemes of weights, none if only activations are quantized.
+
+    Returns:
+        None if a scheme is not fp8, if their blocks differ in size, or if codes and scales are not all of the weights.
+    """
     groups = settings.get("config_groups")
-    every = [*groups.values()] if isinstance(groups, Mapping) else []
-    weights = [group.get("weights") for group in every if isinstance(group, Mapping)]
-    schemes = [scheme for scheme in weights if isinstance(scheme, Mapping)]
-    are_fp8 = len(schemes) == len(every) and all(
+    every = [*groups.values()] if isinstance(groups, Mapping) else [None]
+    weights: list[Any] = [group.get("weights") if isinstance(group, Mapping) else {} for group in every]
+    schemes = [scheme if isinstance(scheme, Mapping) else {} for scheme in weights if scheme is not None]
+    are_fp8 = not any(_other_sections(settings)) and all(
         scheme.get("type") == "float"
         and scheme.get("num_bits") == 8
         and scheme.get("strategy") in ("tensor", "channel", "block")
@@ -243,16 +257,31 @@ def _fp8_schemes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         and scheme.get("symmetric", True)
         for scheme in schemes
     )
-    return schemes if are_fp8 else []
+    return schemes if are_fp8 else None
 
 
-def _check_numbers(stored: Mapping[str, StoredTensor], where: str) -> None:
-    """Check that no tensor holds codes whose scales `config.json` does not name."""
-    codes = sorted(name for name, tensor in stored.items() if tensor.extent.dtype in _FP8)
+def _other_sections(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of compressed-tensors that make the weights differ from their codes and scales."""
+    for key in _OTHER_SECTIONS:
+        section = settings.get(key)
+        is_empty = isinstance(section, Mapping) and (
+            section.get("config_groups") == {} or section.get("format") == "dense"
+        )
+        if section and not is_empty:
+            yield key
+
+
+def check_numbers(weights: Mapping[str, StoredTensor], where: str) -> None:
+    """Check that no weight consists of codes that `config.json` does not explain.
+
+    Raises:
+        UnsupportedCheckpointError: a weight has a dtype that no model is trained in.
+    """
+    codes = sorted(name for name, tensor in weights.items() if tensor.extent.dtype not in (*_DTYPES, "float64"))
     if codes:
         raise UnsupportedCheckpointError(
             "the weights are quantized, and config.json does not say how",
-            found=f"{codes[0]} in {stored[codes[0]].extent.dtype}",
+            found=f"{codes[0]} in {weights[codes[0]].extent.dtype}",
             expected="quantization_config",
             where=f"{where}/{CONFIG}",
             hint="use the model's bf16 release, or dequantize it first",
@@ -267,6 +296,15 @@ def _decode(
         shape = (*shape[:-2], prod(shape[-2:]) * _CODES_IN_BYTE)
     if isinstance(codes.extent, QuantizedMatrix) or isinstance(scales.extent, QuantizedMatrix):
         raise TypeError("these are numbers already")
+    if codes.extent.dtype not in ((_BYTE,) if pairing.packed else _FP8):
+        raise UnreadableCheckpointError(
+            "weights have scales, and are not quantized as config.json describes",
+            found=f"{name} in {codes.extent.dtype}",
+            expected=_BYTE if pairing.packed else " or ".join(_FP8),
+            where=where,
+            hint="download the folder again; or, if its weights are numbers already, remove the scales and "
+            "quantization_config",
+        )
     rows = prod(shape[:-1])
     columns = shape[-1]
     for block in _blocks(pairing, shape):

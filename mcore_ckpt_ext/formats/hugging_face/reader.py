@@ -32,7 +32,7 @@ from mcore_ckpt_ext.formats.hugging_face.model import (
     described_model,
     mismatch,
 )
-from mcore_ckpt_ext.formats.hugging_face.quantized import dequantize
+from mcore_ckpt_ext.formats.hugging_face.quantized import check_numbers, dequantize
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
@@ -41,7 +41,7 @@ from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredWeights
 from mcore_ckpt_ext.formats.view import CheckpointView, OpenedFormat
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
-from mcore_ckpt_ext.planning.array_location import RawArray
+from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
@@ -213,6 +213,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 hint="the folder mixes models, or needs a family of its own "
                 "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
             )
+        check_numbers({name: stored[name] for name in expected}, str(self.folder))
         return [(tensor, stored[name]) for name, tensor in expected.items()]
 
     def _drop_copies(
@@ -277,6 +278,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
             has_tower = self.whole in VISION_TOWERS
             rest = "--for bridge also converts the vision tower" if has_tower else "other parts are not converted yet"
             notes.append(f"{text}; {rest}")
+        extents = [stored.extent for _, stored in self._weights.matched]
+        if decoded := [extent.dtype for extent in extents if isinstance(extent, QuantizedMatrix)]:
+            tensors = quantity(len(decoded), "tensor is", "tensors are")
+            notes.append(f"{tensors} quantized, and decoded to the {decoded[0]} that codes and scales represent")
         notes += [f"{name} is not read: the output layer is tied to the embedding" for name in self._tied_copies]
         listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if listed and self._holds_no_mtp:
