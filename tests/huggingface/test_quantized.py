@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.planning.array_location import QuantizedMatrix, RawArray
 from mcore_ckpt_ext.storage import scaled
 from mcore_ckpt_ext.storage.scaled import decode
-from tests.harness.huggingface import dequantized_blocks, dequantized_experts, make, tensors, torch_dist
+from tests.harness.huggingface import (
+    dequantized_blocks,
+    dequantized_experts,
+    make,
+    save_whole,
+    tensors,
+    torch_dist,
+)
 
 FP8 = torch.float8_e4m3fn
 COMPRESSED = {
@@ -96,6 +104,32 @@ def test_fp8(name: str, how: str, tmp_path: Path) -> None:
     assert (compared.equal, "weights with codes and scales" in decoded.a, decoded.b) == (True, True, "nothing")
     view = open_checkpoint(tmp_path / "model")
     assert any("quantized, and decoded to the bfloat16" in note for note in view.format.notices(view))
+
+
+@pytest.mark.parametrize("block", [None, 4])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_stacks_of_experts(is_transposed: bool, block: int | None, tmp_path: Path) -> None:
+    """Their scales end with the name of the stack, as in transformers' `FP8Experts`, and may be one for each expert."""
+    save_whole("qwen3_vl_moe", tmp_path / "plain")
+    stored, decoded = tensors(tmp_path / "plain"), dict[str, torch.Tensor]()
+    codes_and_scales = dict[str, torch.Tensor]()
+    for name in [name for name in stored if ".experts." in name]:
+        stack = stored[name].mT if is_transposed else stored[name]
+        rows, columns = (block, block) if block else stack.shape[1:]
+        of_experts = [by_blocks(matrix.contiguous(), rows, columns) for matrix in stack]
+        codes, scales = (torch.stack(parts) for parts in zip(*of_experts, strict=True))
+        spread = scales.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+        decoded[name] = codes.float() * spread
+        codes_and_scales |= {name: codes, f"{name}_scale_inv": scales, f"{name}_activation_scale": torch.ones(4)}
+    save_file(stored | decoded, tmp_path / "plain" / "model.safetensors")
+    shutil.copytree(tmp_path / "plain", tmp_path / "model")
+    save_file(stored | codes_and_scales, tmp_path / "model" / "model.safetensors")
+    declare(tmp_path / "model", {"quant_method": "fp8", "weight_block_size": [block, block] if block else None})
+    assert mcore_ckpt_ext.compare(tmp_path / "plain", tmp_path / "model").equal
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist(loop="bridge"))
+    mcore_ckpt_ext.convert(tmp_path / "plain", tmp_path / "of plain", mcore_ckpt_ext.TorchDist(loop="bridge"))
+    assert mcore_ckpt_ext.compare(tmp_path / "run", tmp_path / "of plain").equal
+    assert verify(tmp_path / "model").sound
 
 
 def test_scales_that_are_exponents_of_two(tmp_path: Path) -> None:

@@ -38,12 +38,12 @@ _COMMON = "_2"
 _OTHER_SECTIONS = ("transform_config", "sparsity_config")
 _NVFP4_BLOCK = 16
 # Scales of activations: inputs and outputs of layers, and the cache of attention.
-_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale", "activation_scale")
 
 
 @dataclass(frozen=True)
 class _Pairing:
-    """Names of codes and scales, and the block size.
+    """Ends of the names of codes and scales, and the block size.
 
     `block`: the block size of a matrix with one scale for each block, if known.
     `packed`: codes are 4-bit floats, in a further axis for the blocks of a row.
@@ -134,17 +134,17 @@ def _pairing(stored: Collection[str], config: Mapping[str, Any], folder: Path) -
         method = "bitsandbytes"
     if method == "fp8":
         block = _block("weight_block_size", settings, where)
-        is_inverse = block is not None or any(name.endswith(".weight_scale_inv") for name in stored)
-        return _Pairing(".weight", ".weight_scale_inv" if is_inverse else ".weight_scale", block)
+        is_inverse = block is not None or any(name.endswith("_scale_inv") for name in stored)
+        return _Pairing("", "_scale_inv" if is_inverse else "_scale", block)
     if method == "fbgemm_fp8":
-        return _Pairing(".weight", ".weight_scale")
+        return _Pairing("", "_scale")
     if method == "mxfp4":
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
     if method == "compressed-tensors" and (schemes := _fp8_schemes(settings)) is not None:
-        return _Pairing(".weight", ".weight_scale", _block("block_structure", schemes[0], where) if schemes else None)
+        return _Pairing("", "_scale", _block("block_structure", schemes[0], where) if schemes else None)
     if method == "modelopt":
         _check_model_opt(settings, folder)
-        return _Pairing(".weight", ".weight_scale", in_pairs=True)
+        return _Pairing("", "_scale", in_pairs=True)
     kind = next(_other_sections(settings), settings.get("format"))
     raise UnsupportedCheckpointError(
         "the model is quantized, and its weights cannot be converted without changing them",
@@ -291,7 +291,7 @@ def check_numbers(weights: Mapping[str, StoredTensor], where: str) -> None:
 def _decode(
     name: str, codes: StoredTensor, scales: StoredTensor, pairing: _Pairing, dtype: str, where: str
 ) -> StoredTensor:
-    shape = codes.shape
+    shape = _turned(codes.shape) if codes.is_transposed else codes.shape
     if pairing.packed:  # (..., rows, blocks in a row, bytes in a block); its scales are (..., rows, blocks in a row)
         shape = (*shape[:-2], prod(shape[-2:]) * _CODES_IN_BYTE)
     if isinstance(codes.extent, QuantizedMatrix) or isinstance(scales.extent, QuantizedMatrix):
@@ -313,20 +313,26 @@ def _decode(
         if fits and not codes.first and not scales.first:
             extent = QuantizedMatrix(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
             # transformers transposes what it unpacks (`convert_moe_packed_tensors`).
-            return StoredTensor(
-                (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed
-            )
+            is_transposed = pairing.packed or codes.is_transposed
+            return StoredTensor(_turned(shape) if is_transposed else shape, extent, 0, is_transposed)
     raise UnreadableCheckpointError(
         "the scales of quantized weights do not match them",
         found=f"scales {scales.shape} for weights {codes.shape}",
-        expected=f"one for each block of {pairing.block}" if pairing.block else "one for each row, or one for all",
+        expected=f"one for each block of {pairing.block}"
+        if pairing.block
+        else "one for each row or matrix, or one for all",
         where=f"{where}: {name}",
         hint="the folder is damaged, or its config.json is of another model: download it again",
     )
 
 
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a stack of transposed matrices."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
 def _blocks(pairing: _Pairing, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield possible block sizes of a matrix: the declared one; otherwise the whole matrix, then a row."""
+    """Yield possible block sizes of a matrix: the declared one; otherwise all of it, a matrix of a stack, a row."""
     rows = prod(shape[:-1])
     columns = shape[-1]
     if pairing.block is not None:
@@ -334,4 +340,6 @@ def _blocks(pairing: _Pairing, shape: tuple[int, ...]) -> Iterator[tuple[int, in
             yield pairing.block
         return
     yield rows, columns
+    if len(shape) > 2:
+        yield shape[-2], columns
     yield 1, columns
