@@ -294,6 +294,17 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(folder, tmp_path / "run", torch_dist("gpt_oss"), memory_limit=1)
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace(), memory_limit=1)
     found = tensors(tmp_path / "back")
+    name = "model.layers.0.mlp.experts.down_proj"
+    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    for changed, message in (
+        ({f"{name}_scales": scales.view(torch.int8)}, "do not match them; found: scales .* in int8"),
+        ({f"{name}_scales": scales.float()}, "do not match them; found: scales .* in float32"),
+        ({f"{name}_blocks": blocks.view(torch.int8)}, "not quantized as config.json describes"),
+        ({name: expected[name]}, f"stored twice, quantized and as it is; found: {name}_blocks and {name}"),
+    ):
+        save_file({**stored, **changed}, folder / "model.safetensors")
+        with pytest.raises(UnreadableCheckpointError, match=message):
+            open_checkpoint(folder)
     expected |= {name: tensor for name, tensor in stored.items() if not name.endswith(("_blocks", "_scales"))}
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -95,6 +95,10 @@ def dequantize(
         )
         if scaled_by is not None:
             whole = name.removesuffix("_blocks") if pairing.packed else name
+            if whole != name and whole in stored:
+                raise UnreadableCheckpointError(
+                    "a weight is stored twice, quantized and as it is", found=f"{name} and {whole}", where=where
+                )
             common = stored.get(name.removesuffix(pairing.codes) + pairing.scales + _COMMON)
             if pairing.in_pairs and (common is not None or tensor.extent.dtype == _BYTE):
                 tensors[whole] = _nvfp4(name, tensor, scaled_by, common, dtype, where)
@@ -310,14 +314,15 @@ def _decode(
     for block in _blocks(pairing, shape):
         grid = (-(-rows // block[0]), -(-columns // block[1]))
         fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
-        if fits and not codes.first and not scales.first:
+        are_scales = scales.extent.dtype in ((_BYTE,) if pairing.packed else (*_DTYPES, _BYTE))
+        if fits and are_scales and not codes.first and not scales.first:
             extent = QuantizedMatrix(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
             # transformers transposes what it unpacks (`convert_moe_packed_tensors`).
             is_transposed = pairing.packed or codes.is_transposed
             return StoredTensor(_turned(shape) if is_transposed else shape, extent, 0, is_transposed)
     raise UnreadableCheckpointError(
         "the scales of quantized weights do not match them",
-        found=f"scales {scales.shape} for weights {codes.shape}",
+        found=f"scales {scales.shape} in {scales.extent.dtype} for weights {codes.shape}",
         expected=f"one for each block of {pairing.block}"
         if pairing.block
         else "one for each row or matrix, or one for all",
@@ -332,7 +337,7 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _blocks(pairing: _Pairing, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield possible block sizes of a matrix: the declared one; otherwise all of it, a matrix of a stack, a row."""
+    """Yield possible block sizes: the declared one; otherwise all of a tensor, a matrix of a stack, a row."""
     rows = prod(shape[:-1])
     columns = shape[-1]
     if pairing.block is not None:
