@@ -279,6 +279,34 @@ def test_scales_of_other_quantizers_may_be_negative(folder: Path) -> None:
         assert len(scale_findings(mcore_ckpt_ext.verify(folder))) == (scale != -1.0)
 
 
+@pytest.mark.parametrize(
+    ("method", "codes", "scales"),
+    [
+        ("gptq", "qweight", "scales"),
+        ("awq", "qweight", "scales"),
+        ("compressed-tensors", "weight_packed", "weight_scale"),
+        ("bitsandbytes", "weight", "SCB"),
+        ("bitsandbytes", "weight", "weight.absmax"),
+    ],
+)
+def test_missing_scales_of_quantizers_that_are_not_decoded(
+    method: str, codes: str, scales: str, tmp_path: Path
+) -> None:
+    """The names cannot be compared with a model, and the codes of a linear without scales are lost all the same."""
+    make("llama", tmp_path)
+    stored = {name: tensor for name, tensor in tensors(tmp_path).items() if name != QUERY}
+    module = QUERY.removesuffix(".weight")
+    stored |= {f"{module}.{codes}": torch.ones(4, 4, dtype=torch.int8), f"{module}.{scales}": torch.ones(4)}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    save_file(stored, tmp_path / "model.safetensors")
+    assert mcore_ckpt_ext.verify(tmp_path).sound
+    del stored[f"{module}.{scales}"]
+    save_file(stored, tmp_path / "model.safetensors")
+    (finding,) = mcore_ckpt_ext.verify(tmp_path).findings
+    assert (finding.check, finding.what) == (SCALES, f"{module}.{codes} has no scales")
+
+
 def test_scales_of_another_shape_are_named(folder: Path) -> None:
     quantized(folder, 0.5)
     changed(f"{QUERY}_scale_inv", lambda tensor: tensor[:3])(folder)

@@ -41,6 +41,12 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FORMATS = ("pt", "tf", "flax", "mlx")
 # Suffixes that quantizers give their scales: DeepSeek's fp8, compressed-tensors, mxfp4, GPTQ, AWQ.
 _SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", ".scales")
+# Quantizers that store codes under the first names, or as bytes, and beside them scales whose names contain the second
+# ones: `WQLinear_GEMM` (awq/modules/linear/gemm.py, commit 88e4c76b), `GPTQQuantLinear` (gptqmodel/nn_modules/qlinear,
+# f4c327a1), compressed_tensors/compressors (ac8e2ba8), `Linear8bitLt` and `QuantState` (bitsandbytes, 95f9af30).
+_WITH_SCALES = ("awq", "gptq", "compressed-tensors", "bitsandbytes")
+_CODES = ("qweight", "weight_packed")
+_OF_CODES = ("scale", "SCB", "absmax")
 _SHOWN = 4
 
 
@@ -183,8 +189,22 @@ def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: 
         dequantize(stored, config, listing.folder / below)
     except UnsupportedCheckpointError:
         listing.has_signed_scales = True
+        settings = quantization_of(config, listing.folder / below)
+        if isinstance(settings, Mapping) and settings.get("quant_method") in _WITH_SCALES:
+            for name, tensor in _codes_without_scales(stored):
+                listing.add("scales", tensor.extent.file, f"{name} has no scales")
     except UnreadableCheckpointError as problem:
         listing.add("scales", below, str(problem))
+
+
+def _codes_without_scales(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the codes of modules of which no tensor is named as scales are."""
+    parts = [name.rpartition(".") for name in stored]
+    scaled = {module.removesuffix(".weight") for module, _, leaf in parts if any(mark in leaf for mark in _OF_CODES)}
+    for (module, _, leaf), (name, tensor) in zip(parts, stored.items(), strict=True):
+        are_codes = leaf in _CODES or (leaf == "weight" and tensor.extent.dtype in ("int8", "uint8"))
+        if are_codes and module not in scaled:
+            yield name, tensor
 
 
 def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantized: bool) -> None:
