@@ -19,6 +19,8 @@ from mcore_ckpt_ext.families.checked import TABLE
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.torch_dist import writer
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from tests.harness.huggingface import make
 
 
@@ -125,8 +127,11 @@ def test_codes_and_numbers_have_no_array_in_common(tmp_path: Path) -> None:
     stored = load_file(source / "model.safetensors")
     stored["model.layers.1.input_layernorm.weight"] = stored["model.layers.1.input_layernorm.weight"].to(torch.uint8)
     save_file(stored, source / "model.safetensors")
-    with pytest.raises(UnsupportedCheckpointError, match="in one array; found: bfloat16 and uint8"):
+    with pytest.raises(UnsupportedCheckpointError, match="does not say how; found: .*input_layernorm.weight in uint8"):
         mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    tensors = [LogicalTensor("layers.0.weight", (1,), "bfloat16"), LogicalTensor("layers.1.weight", (1,), "uint8")]
+    with pytest.raises(UnsupportedCheckpointError, match="in one array; found: bfloat16 and uint8"):
+        writer._common_dtype(tensors)
 
 
 @pytest.mark.parametrize(("kind", "why"), [("falcon", "parallel blocks"), ("mpt", "ALiBi"), ("olmo3", "it norms what")])

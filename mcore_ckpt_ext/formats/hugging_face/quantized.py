@@ -337,7 +337,7 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _blocks(pairing: _Pairing, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield possible block sizes: the declared one; otherwise all of a tensor, a matrix of a stack, a row."""
+    """Yield possible block sizes: the declared one; else a whole tensor, a matrix of a stack, a row."""
     rows = prod(shape[:-1])
     columns = shape[-1]
     if pairing.block is not None:
