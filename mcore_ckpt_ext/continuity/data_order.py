@@ -281,7 +281,8 @@ def _changes_of_sizes(written: JobArguments, running: JobArguments) -> Iterator[
     """Yield the data sets whose files have changed since the last job began."""
     for path, old, new in changed_sizes(written, running):
         difference = f"{path} has {quantity(new, 'byte')}, before {old:,}"
-        yield OrderChange(difference, "its documents are others, and their order", hint="the files with which the job began")
+        effect = "its documents are others, and their order"
+        yield OrderChange(difference, effect, hint="the files with which the job began")
 
 
 def _text(value: Any) -> str:

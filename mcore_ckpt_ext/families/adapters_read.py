@@ -61,7 +61,11 @@ def adapters_read(
         for part, tensor in zip(parts, several[name], strict=True):
             megatron_shapes |= _tensors(f"{name}{MARK}{part}.", [tensor], shapes) if tensor in ours else {}
     adapters = adapters_of(base, megatron_shapes, 1)
-    expected = {tensor.name for tensor in adapters.tensors}
+    _check_names({tensor.name for tensor in adapters.tensors}, shapes)
+    return adapters, megatron_shapes
+
+
+def _check_names(expected: set[str], shapes: Shapes) -> None:
     if expected != shapes.keys():
         raise UnsupportedCheckpointError(
             "the folder's tensors do not match adapters of this model's linear layers",
@@ -75,7 +79,6 @@ def adapters_read(
             hint="pass the model that they were trained for: --weights FOLDER, or --merge FOLDER; if that is the one, "
             "merge them with peft: PeftModel.merge_and_unload(), then save_pretrained",
         )
-    return adapters, megatron_shapes
 
 
 def _lora_a(tensor: HuggingFaceTensor) -> str:

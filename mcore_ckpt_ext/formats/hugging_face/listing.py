@@ -29,7 +29,8 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
     tensors_of,
     weight_files_of,
 )
-from mcore_ckpt_ext.formats.hugging_face.quantized import dequantize, quantization_of
+from mcore_ckpt_ext.formats.hugging_face.quantization import quantization_of
+from mcore_ckpt_ext.formats.hugging_face.quantized import dequantize
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import QuantizedMatrix
 from mcore_ckpt_ext.storage.json_text import read_json
@@ -41,9 +42,10 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FORMATS = ("pt", "tf", "flax", "mlx")
 # Suffixes that quantizers give their scales: DeepSeek's fp8, compressed-tensors, mxfp4, GPTQ, AWQ.
 _SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", ".scales")
-# Quantizers that store codes under the first names, or as bytes, and scales in the same module whose names contain the second
-# ones: `WQLinear_GEMM` (awq/modules/linear/gemm.py, commit 88e4c76b), `GPTQQuantLinear` (gptqmodel/nn_modules/qlinear,
-# f4c327a1), compressed_tensors/compressors (ac8e2ba8), `Linear8bitLt` and `QuantState` (bitsandbytes, 95f9af30).
+# Quantizers that store codes under the first names, or as bytes, and scales in the same module whose names contain the
+# second ones: `WQLinear_GEMM` (awq/modules/linear/gemm.py, commit 88e4c76b), `GPTQQuantLinear`
+# (gptqmodel/nn_modules/qlinear, f4c327a1), compressed_tensors/compressors (ac8e2ba8), `Linear8bitLt` and `QuantState`
+# (bitsandbytes, 95f9af30).
 _WITH_SCALES = ("awq", "gptq", "compressed-tensors", "bitsandbytes")
 _CODES = ("qweight", "weight_packed")
 _OF_CODES = ("scale", "SCB", "absmax")
