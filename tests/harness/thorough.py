@@ -1,4 +1,4 @@
-"""Marks rows that only `--nightly` runs: of tests of all checkpoints or model families, and of `thorough` tests."""
+"""Marks rows that only `--nightly` runs, and rows that `--quick` leaves out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.harness.checkpoints import FIXTURES
 _FEW = _KEPT = 8
 # A `thorough` test of more than two rows keeps every third in these folders, where a row takes seconds.
 _FEW_THOROUGH, _KEPT_THOROUGH = 2, 3
+# `--quick` has every second row of other tests with more rows than these in the same folders.
+_FEW_QUICK = 3
 _OF_SECONDS = tuple(
     f"tests/{folder}/" for folder in ("cli", "colossalai", "formats", "huggingface", "megatron/sources", "operations")
 )
@@ -33,6 +35,9 @@ def mark_rows(items: Sequence[pytest.Item]) -> None:
             for number, row in enumerate(rows):
                 if number % _KEPT_THOROUGH:
                     row.add_marker("nightly")
+        quick = [row for row in rows if not row.get_closest_marker("thorough")]
+        for row in quick[1::2] if len(quick) > _FEW_QUICK else ():
+            row.add_marker("thorough")
 
 
 def _mark_subjects(items: Sequence[pytest.Item]) -> None:
