@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from mcore_ckpt_ext.continuity.dependencies import BY_CHANCE, DEPENDENCIES, Difference
+from mcore_ckpt_ext.continuity.release_changes import differences_of_releases
 from mcore_ckpt_ext.continuity.sizes import sizes_of_job
 from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.job.differences import differing_arguments
@@ -44,7 +45,8 @@ def differences_of_jobs(written: JobArguments, running: JobArguments, version: V
         running: the arguments of the job that resumes it.
         version: the release that runs.
     """
-    return differences(running, *_sizes_of_jobs(written, running), version)
+    by_layout = differences(running, *_sizes_of_jobs(written, running), version)
+    return (*by_layout, *differences_of_releases(written, running, version))
 
 
 def comparison_of_jobs(written: JobArguments, running: JobArguments, version: Version) -> str:
@@ -53,13 +55,15 @@ def comparison_of_jobs(written: JobArguments, running: JobArguments, version: Ve
     For the arguments see `differences_of_jobs`.
 
     Returns:
-        The line; empty if neither layout nor model has changed, or if the arguments of the saving job are unknown.
+        The line; empty if neither layout, model nor computation has changed, or if the arguments of the saving job are
+        unknown.
     """
     changed = differing_arguments(written, running)
     old, new = _sizes_of_jobs(written, running)
-    if not written.is_complete or (old == new and not changed):
+    computed = differences_of_jobs(written, running, version)
+    if not written.is_complete or (old == new and not changed and not computed):
         return ""
-    sentence = sentence_of(differences(running, old, new, version))
+    sentence = sentence_of(computed)
     return f"other arguments of the model: {join_some(changed)}; apart from them: {sentence}" if changed else sentence
 
 

@@ -114,6 +114,7 @@ class _LoadCall:
             takes_optimizer=_takes_optimizer(arguments, optimizer),
             is_sharded=is_of_fsdp(arguments) or is_of_torch_fsdp(arguments),
             scheduler=opt_param_scheduler,
+            version=megatron_version(),
         )
         without_optimizer = functools.partial(original, ddp_model, None, None, *positional, **keywords)
         self._rank = MegatronRank(scope, self._given, self._chunks, optimizer, without_optimizer)
@@ -173,8 +174,12 @@ class _LoadCall:
         keep_history(self._resume.data_layouts, self._arguments)
         if self._resume.loader_states is not None:
             provide_states(self._scope, self._arguments, self._resume.loader_states)
-        if data is not None and data.is_remarkable and not self._has_filled:
+        if self._has_filled:
+            return
+        if data is not None and data.is_remarkable:
             announce(data.sentence)
+        if self._resume.release:
+            announce(self._resume.release)
 
     def _dispatch(self) -> tuple[Any, MasterCheck | None]:
         """Load by the loop's own route.

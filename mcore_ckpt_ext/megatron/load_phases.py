@@ -8,7 +8,9 @@ from typing import Any
 
 from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import data_order, followed_history
+from mcore_ckpt_ext.continuity.mathematics import sentence_of
 from mcore_ckpt_ext.continuity.order_change import DataOrder
+from mcore_ckpt_ext.continuity.release_changes import differences_of_releases
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_rows
 from mcore_ckpt_ext.megatron.data_index import tokens_of
@@ -29,6 +31,7 @@ from mcore_ckpt_ext.megatron.strictness import refuse_returning, returns_mismatc
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import FALLBACK, FAST, LOAD
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
+from mcore_ckpt_ext.versions import Version
 
 
 @dataclass
@@ -42,12 +45,14 @@ class MegatronResume(AssessedResume):
         takes_optimizer: True if it includes the state of an optimizer.
         is_sharded: True if the model is sharded by Megatron-FSDP or torch's FSDP.
         scheduler: the learning rate scheduler; None without one.
+        version: the release of Megatron that runs; None in a rehearsal, which compares the releases itself.
         probe: the observations of the first rank.
         vocabulary_rows: the number of rows of the checkpoint's vocabulary; None if it is unknown or large enough.
         is_presented: True if this package has to present the checkpoint to Megatron.
         data: whether the data goes on in the same order; None if no job has read data before.
         data_layouts: the layouts that have read the data, if their order has to be followed.
         changes_grid: True if tensor or pipeline parallel size has changed, so that no rank finds its random state.
+        release: what this release of Megatron computes otherwise; empty if it is the same.
         loader_states: the states with which the data loader of a script goes on; None if it has none.
         is_local: True if the load takes a local non-persistent checkpoint, which only stock Megatron loads.
     """
@@ -58,12 +63,14 @@ class MegatronResume(AssessedResume):
     takes_optimizer: bool = True
     is_sharded: bool = False
     scheduler: Any = None
+    version: Version | None = None
     probe: LoadProbe = field(default_factory=LoadProbe, init=False)
     vocabulary_rows: int | None = field(default=None, init=False)
     is_presented: bool = field(default=False, init=False)
     data: DataOrder | None = field(default=None, init=False)
     data_layouts: Sequence[ReadingLayout] = field(default=(), init=False)
     changes_grid: bool = field(default=False, init=False)
+    release: str = field(default="", init=False)
     loader_states: SavedStates | None = field(default=None, init=False)
     is_local: bool = field(default=False, init=False)
 
@@ -123,7 +130,7 @@ def _goes_on_reading(resume: MegatronResume) -> bool:
     return bool(resume.running.raw) and not getattr(resume.arguments, "finetune", False)
 
 
-_Account = tuple[DataOrder, SavedStates | None, Sequence[ReadingLayout], bool]
+_Account = tuple[DataOrder, SavedStates | None, Sequence[ReadingLayout], bool, str]
 
 
 def _account_data(resume: MegatronResume) -> _Account | None:
@@ -142,12 +149,15 @@ def _account_data(resume: MegatronResume) -> _Account | None:
     order = data_order(written, resume.running, tokens=tokens_of)
     order, states = add_loader_states(order, written, resume.running, session.folder.name)
     check_required_order(order, resume.arguments, session.folder)
-    return order, states, followed_history(written, resume.running), has_other_grid(written, resume.running)
+    version = resume.version
+    computed = differences_of_releases(written, resume.running, version) if version else ()
+    history = followed_history(written, resume.running)
+    return order, states, history, has_other_grid(written, resume.running), sentence_of(computed) if computed else ""
 
 
 def _take_data(resume: MegatronResume, performer: Any, accounts: Sequence[_Account | None]) -> None:
     if accounts[0] is not None:
-        resume.data, resume.loader_states, resume.data_layouts, resume.changes_grid = accounts[0]
+        resume.data, resume.loader_states, resume.data_layouts, resume.changes_grid, resume.release = accounts[0]
 
 
 def _check_tokens_of_open(resume: MegatronResume) -> None:

@@ -9,6 +9,7 @@ import pytest
 from mcore_ckpt_ext.continuity.dependencies import BY_CHANCE, DEPENDENCIES
 from mcore_ckpt_ext.continuity.mathematics import (
     SAME_TRAINING,
+    comparison_of_jobs,
     differences_of_jobs,
     is_same_training,
     sentence_of,
@@ -28,6 +29,32 @@ _TP2 = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "sequence_para
 _CP2, _PP2 = {"context_parallel_size": 2, "data_parallel_size": 2}, {"pipeline_model_parallel_size": 2,
                                                                    "data_parallel_size": 2}  # fmt: skip
 _LAYOUTS = {"DP": _DP2, "micro batch": _MICRO, "TP": _TP2, "CP": _CP2, "PP": _PP2}
+
+
+_INTERPOLATED: dict[str, Any] = {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": 8}
+
+
+@pytest.mark.parametrize(
+    ("written", "running", "said"),
+    [
+        ((0, 16), (0, 19), "applies it since 0.19, and the job that saved the checkpoint trained without: leave it"),
+        ((0, 19), (0, 18), "ignores it before 0.19, and the job that saved the checkpoint had it applied: resume"),
+        (None, (0, 19), "applies it since 0.19"),
+        ((0, 16), (0, 18), ""),
+        ((0, 19), (0, 19), ""),
+    ],
+)
+def test_a_flag_that_only_some_releases_apply(
+    written: tuple[int, int] | None, running: tuple[int, int], said: str
+) -> None:
+    version = Version(*running)
+    job = JobArguments.of({**_BASE, **_INTERPOLATED}, version=Version(*written) if written else None)
+    line = comparison_of_jobs(job, job, version)
+    expected = f"not the same training: --rotary-seq-len-interpolation-factor: Megatron {said}"
+    assert line.startswith(expected) if said else line == ""
+    unaffected = {"rotary_seq_len_interpolation_factor": None}, {"hybrid_layer_pattern": "M*"}
+    for other in (*unaffected, {"position_embedding_type": "learned_absolute"}):
+        assert comparison_of_jobs(job.replace(**other), job.replace(**other), version) == ""
 
 
 def _changing(feature: dict[str, Any], version: Version = NEWEST) -> set[str]:
