@@ -145,8 +145,7 @@ def ignored_schedule(job: JobArguments, version: Version) -> str | None:
 
 def _steps(job: JobArguments) -> tuple[BatchSize, ...]:
     """Return the steps of the schedule that the release of a job runs."""
-    ramps = RAMPS_UP_BATCH.is_of(job.version) if job.version else RAMPS_UP_BATCH.is_shown_by(job)
-    if not ramps:
+    if not job.release_has(RAMPS_UP_BATCH):
         return _steps_of_schedule(job.step_batch_size_schedule or "", job.seq_length or 1)
     ramp = job.rampup_batch_size
     if not isinstance(ramp, Sequence) or len(ramp) != 3 or job.global_batch_size is None:

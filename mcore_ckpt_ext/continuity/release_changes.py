@@ -56,7 +56,7 @@ def differences_of_releases(written: JobArguments, running: JobArguments, versio
         if not (change.applies(written) and change.applies(running)):
             continue
         capability = change.capability
-        before = capability.is_of(written.version) if written.version else capability.is_shown_by(written)
+        before = written.release_has(capability)
         if before != capability.is_of(version):
             effect = (
                 f"Megatron ignores it before {capability.since}, and the job that saved the checkpoint had it applied: "

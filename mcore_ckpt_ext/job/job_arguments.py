@@ -16,6 +16,7 @@ from mcore_ckpt_ext.job.arguments.kinds import is_whole
 from mcore_ckpt_ext.job.arguments.model import ModelTable
 from mcore_ckpt_ext.job.arguments.row import PartialArguments, rows_of
 from mcore_ckpt_ext.job.arguments.run import RunTable
+from mcore_ckpt_ext.job.releases import Capability
 from mcore_ckpt_ext.versions import Version
 
 # Far more than any model has had; code iterates over all of them.
@@ -98,6 +99,10 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
     def absent_in_version(self, name: str) -> bool:
         """Return whether an argument did not exist in the job's version; False if a source merely omits it."""
         return self.is_complete and name not in self.raw
+
+    def release_has(self, capability: Capability) -> bool:
+        """Return whether the job's release has a behavior, by its version, or by an argument that shows it."""
+        return capability.is_of(self.version) if self.version else capability.is_shown_by(self)
 
     def value(self, name: str) -> Any:
         """Return an argument that a table names; None if it is unknown.
