@@ -15,7 +15,7 @@ RECORD = "ckpt_ext_data_files"
 """The argument, saved with Megatron's in every checkpoint, with what the files contained."""
 BLEND_FILES = ("data_args_path", "per_split_data_args_path")
 """The arguments that name a file with the blend."""
-BLEND = ("data_path", "train_data_path", *BLEND_FILES)
+BLEND_ARGUMENTS = ("data_path", "train_data_path", *BLEND_FILES)
 """The arguments that name the blend that a job trains on, or a file with it."""
 
 
@@ -48,8 +48,10 @@ class DataFiles:
 def values_or_contents(name: str, written: JobArguments, running: JobArguments) -> Sequence[Any]:
     """Return the values of an argument in two jobs, or the recorded contents of the files that it names."""
     values = [job.raw.get(name) for job in (written, running)]
+    if name not in BLEND_FILES or not all(values):
+        return values
     contents = [DataFiles.of(job).words for job in (written, running)]
-    return contents if name in BLEND_FILES and all(values) and all(contents) else values
+    return contents if all(contents) else values
 
 
 def have_same_sizes(written: JobArguments, running: JobArguments) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.continuity.batch_sizes import global_batch_of, indivisible_sizes, sizes_to_come
 from mcore_ckpt_ext.continuity.cyclic import CYCLIC, HISTORY, ReadingLayout, as_argument, history_of
-from mcore_ckpt_ext.continuity.data_files import BLEND, BLEND_FILES, values_or_contents
+from mcore_ckpt_ext.continuity.data_files import BLEND_ARGUMENTS, BLEND_FILES, values_or_contents
 from mcore_ckpt_ext.continuity.data_set import (
     Blend,
     Tokens,
@@ -76,8 +76,7 @@ DETERMINANTS = (
     Determinant(("split",), "the split", "training has other documents", _BLEND),
     Determinant(("mock_data", "sft", "fim_data"), "the kind of data set", "it is another data set",
                 "pretrain_gpt.py, `train_valid_test_datasets_provider`"),
-    Determinant(("data_path", "train_data_path"), "the blend",
-                f"{_MIXED}, unless they only lie in another place",
+    Determinant(("data_path", "train_data_path"), "the blend", f"{_MIXED}, unless they only lie in another place",
                 f"{_BLEND}; megatron/core/datasets/blended_dataset.py", UNKNOWN),
     Determinant((*BLEND_FILES, "per_dataset_sequences_path"), "the blend",
                 "the file may mix the data sets otherwise", f"{_BLEND}; megatron/training/utils.py", UNKNOWN),
@@ -261,7 +260,9 @@ def _counts_by_layout(written: JobArguments, running: JobArguments, samples: int
 def _differences(row: Determinant, written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
     """Yield the arguments of a row that differ, and that both jobs have."""
     for name in row.arguments:
-        if not (written.is_set(name) and running.is_set(name)) or (name in BLEND and keeps_blend(written, running)):
+        if not (written.is_set(name) and running.is_set(name)):
+            continue
+        if name in BLEND_ARGUMENTS and keeps_blend(written, running):
             continue
         is_loader = name == "dataloader_type"
         values = (_loader(written), _loader(running)) if is_loader else values_or_contents(name, written, running)
