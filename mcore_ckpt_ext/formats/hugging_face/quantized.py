@@ -71,7 +71,10 @@ def dequantize(
             whole = name.removesuffix("_blocks") if pairing.packed else name
             if whole != name and whole in stored:
                 raise UnreadableCheckpointError(
-                    "a weight is stored twice, quantized and as it is", found=f"{name} and {whole}", where=where
+                    "a weight is stored twice, quantized and as it is",
+                    found=f"{name} and {whole}",
+                    where=where,
+                    hint="remove the one that is not of this model, or download the folder again",
                 )
             common = stored.get(name.removesuffix(pairing.codes) + pairing.scales + _COMMON)
             if pairing.in_pairs and (common is not None or tensor.extent.dtype == _BYTE):
